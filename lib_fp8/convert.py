@@ -1,0 +1,252 @@
+"""Converting a model: in place and whole or not at all, leaf by leaf while weights are loaded, and back.
+
+Two ways lead to the same bits. ``convert_model`` takes a model that holds its weights; ``StreamingConversion``
+wraps a ``load_state_dict`` and packs each layer right after its values arrive, before the next layer is filled,
+so that no device ever holds the full-precision model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lib_fp8 import formats
+from lib_fp8.formats import Format
+from lib_fp8.policy import LayerPlan, Policy, plan, quantized_layers
+from lib_fp8.quantize import row_absmax
+from lib_fp8.qweight import QuantWeight
+from lib_fp8.report import Report, count_reasons, measure
+
+Progress = Callable[[LayerPlan], None]
+"""Called once for each layer that is to be converted, after it."""
+
+
+class ConversionError(RuntimeError):
+    """Packing a layer failed; the message names the layer and the cause, which is chained."""
+
+
+def usable_format(policy: Policy, device: torch.device) -> tuple[Format, tuple[str, ...]]:
+    """The format of a policy, or int8 where the device cannot hold it, with the line that tells the user."""
+    wanted = formats.get_format(policy.format)
+    problem = wanted.problem(device)
+    if problem is None:
+        return wanted, ()
+    return formats.FALLBACK, (f"{problem}: {formats.FALLBACK.name} is used instead of {wanted.name}",)
+
+
+class _Packer:
+    """Packs layers one by one and keeps the account that becomes the report."""
+
+    def __init__(self, policy: Policy, progress: Progress | None):
+        self._policy = policy
+        self._progress = progress
+        self._seconds = 0.0
+        self._kept: list[str] = []
+        self._clamped = 0
+        self._notes: dict[str, None] = {}
+        self._format_name = policy.format
+        self.converted = 0
+
+    def keep(self, reason: str) -> None:
+        self._kept.append(reason)
+
+    def pack(self, layer: LayerPlan, weight: torch.Tensor) -> QuantWeight | None:
+        """Pack one weight; None where it must stay as it is because it is not finite."""
+        start = time.perf_counter()
+        try:
+            storage_format, notes = usable_format(self._policy, weight.device)
+            absmax = row_absmax(weight)
+            if bool(torch.isfinite(absmax).all()):
+                packed = QuantWeight.from_weight(weight, storage_format, absmax)
+            else:
+                packed = None
+        except Exception as error:
+            raise ConversionError(f"layer {layer.name} could not be packed: {error}") from error
+        finally:
+            self._seconds += time.perf_counter() - start
+        if packed is None:
+            self.keep("NaN or infinity in the weight")
+        else:
+            self.converted += 1
+            self._format_name = storage_format.name
+            self._notes.update(dict.fromkeys(notes))
+            self._clamped += storage_format.scale_of is None and bool((absmax > storage_format.largest).any())
+        if self._progress is not None:
+            self._progress(layer)
+        return packed
+
+    def report(self, model: torch.nn.Module) -> Report:
+        notes = list(self._notes)
+        if self._clamped:
+            largest = formats.get_format(self._format_name).largest
+            notes.append(
+                f"values beyond +-{largest:g} were clamped in {self._clamped} layers; a scaled format keeps them"
+            )
+        before, after = measure(model)
+        return Report(
+            format=self._format_name,
+            converted=self.converted,
+            kept=count_reasons(self._kept),
+            bytes_before=before,
+            bytes_after=after,
+            seconds=self._seconds,
+            notes=tuple(notes),
+        )
+
+
+def _set_weight(module: torch.nn.Module, weight: torch.Tensor) -> None:
+    # Not setattr: a module may carry a parametrized or hooked __setattr__, and the slot already exists.
+    module._parameters["weight"] = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def convert_model(model: torch.nn.Module, policy: Policy, progress: Progress | None = None) -> Report:
+    """Convert the layers of a model in place: all of those the policy names, or none.
+
+    Args:
+        model: any module; its Linear and Conv2d layers may be on any device.
+        policy: what to convert.
+        progress: called after each layer.
+
+    Raises:
+        ConversionError: nothing was changed.
+    """
+    return convert_models([(model, policy)], progress)[0]
+
+
+def convert_models(targets: Sequence[tuple[torch.nn.Module, Policy]], progress: Progress | None = None) -> list[Report]:
+    """Convert several models in place, all or none; a report for each.
+
+    Packed weights wait in host memory until every layer is packed, and only then take the places of the originals.
+    The device therefore never holds more than the models and one layer, and after a failure nothing has changed.
+    A weight shared by several layers stays shared. Layers that are in 8 bits already are left alone.
+
+    Raises:
+        ConversionError: nothing was changed.
+    """
+    packers = []
+    staged: list[tuple[LayerPlan, QuantWeight, torch.device]] = []
+    shared: dict[int, QuantWeight | None] = {}
+    for model, policy in targets:
+        packer = _Packer(policy, progress)
+        packers.append(packer)
+        for layer in plan(model, policy):
+            if layer.kept_because is not None:
+                packer.keep(layer.kept_because)
+                continue
+            weight = layer.module._parameters["weight"]
+            assert weight is not None
+            if isinstance(weight, QuantWeight):
+                continue
+            if id(weight) not in shared:
+                packed = packer.pack(layer, weight.detach())
+                shared[id(weight)] = None if packed is None else packed.to("cpu")  # type: ignore[assignment]
+            if (waiting := shared[id(weight)]) is not None:
+                staged.append((layer, waiting, weight.device))
+    placed: dict[int, torch.nn.Parameter] = {}
+    for layer, waiting, device in staged:
+        layer.module._parameters["weight"] = None  # lets go of the original before its successor needs the room
+        if id(waiting) not in placed:
+            placed[id(waiting)] = torch.nn.Parameter(waiting.to(device), requires_grad=False)
+        layer.module._parameters["weight"] = placed[id(waiting)]
+    return [packer.report(model) for packer, (model, _) in zip(packers, targets)]
+
+
+def restore_model(model: torch.nn.Module, originals: Mapping[str, torch.Tensor] | None = None) -> int:
+    """Put plain weights back in place of all QuantWeights.
+
+    Args:
+        model: the module.
+        originals: name of a layer to its original weight; a layer that is missing gets its decoded weight.
+
+    Returns:
+        Number of layers that were restored.
+    """
+    layers = quantized_layers(model)
+    for name, module, weight in layers:
+        original = None if originals is None else originals.get(name)
+        plain = weight.dequantize() if original is None else original.to(weight.device, weight.dtype)
+        _set_weight(module, plain)
+    return len(layers)
+
+
+class StreamingConversion:
+    """Converts the layers of a model while its weights are loaded.
+
+    Use as a context around ``load_state_dict``. Before a layer is filled, a QuantWeight in it gives way to a plain
+    weight, so that values arrive unrounded; after it is filled, it is packed if the policy says so. A layer that the
+    state dict does not name keeps what it holds.
+
+    Args:
+        targets: (model, policy) pairs; a policy of None restores plain weights.
+        dtype: dtype to which loaded weights are rounded before packing, None for the one they arrive in. The WebUI
+            casts the whole model to float16 after loading; packing must start from the same values.
+        progress: called after each converted layer.
+
+    Raises:
+        ConversionError: out of ``load_state_dict``; load again without conversion to have a whole model.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[tuple[torch.nn.Module, Policy | None]],
+        dtype: torch.dtype | None = None,
+        progress: Progress | None = None,
+    ):
+        self._dtype = dtype
+        self._progress = progress
+        self._targets = targets
+        self._packers: list[_Packer | None] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> StreamingConversion:
+        for model, policy in self._targets:
+            packer = None if policy is None else _Packer(policy, self._progress)
+            self._packers.append(packer)
+            layers = plan(model, policy or Policy(keep=()))
+            for layer in layers:
+                self._handles.append(layer.module._register_load_state_dict_pre_hook(_make_plain_hook(layer)))
+                if packer is None:
+                    continue
+                if layer.kept_because is not None:
+                    packer.keep(layer.kept_because)
+                    continue
+                self._handles.append(layer.module.register_load_state_dict_post_hook(self._pack_hook(layer, packer)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _pack_hook(self, layer: LayerPlan, packer: _Packer) -> Callable[..., None]:
+        def pack_after_load(module: torch.nn.Module, incompatible_keys: Any) -> None:
+            weight = module._parameters.get("weight")
+            if weight is None or isinstance(weight, QuantWeight) or weight.is_meta:
+                return
+            plain = weight.detach() if self._dtype is None else weight.detach().to(self._dtype)
+            packed = packer.pack(layer, plain)
+            if packed is not None:
+                _set_weight(module, packed)
+
+        return pack_after_load
+
+    def reports(self) -> list[Report | None]:
+        """A report for each target, None for those that were only restored. Call after loading."""
+        return [
+            None if packer is None else packer.report(model) for (model, _), packer in zip(self._targets, self._packers)
+        ]
+
+
+def _make_plain_hook(layer: LayerPlan) -> Callable[..., None]:
+    def make_plain_before_load(state_dict: Mapping[str, torch.Tensor], prefix: str, *_: Any) -> None:
+        weight = layer.module._parameters.get("weight")
+        if isinstance(weight, QuantWeight) and prefix + "weight" in state_dict:
+            _set_weight(layer.module, torch.empty(weight.shape, dtype=weight.dtype, device=weight.device))
+
+    return make_plain_before_load

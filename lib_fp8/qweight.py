@@ -1,0 +1,322 @@
+"""QuantWeight, the truthful tensor: 8-bit data inside; shape, dtype and values of an ordinary weight outside.
+
+Whoever touches it sees a float16, bfloat16 or float32 weight. Computation is intercepted at the level of
+``__torch_function__`` (the compute module registers there); at the level of ``__torch_dispatch__`` a few ops act
+on the inner tensors, an op that writes into a QuantWeight unpacks, runs and packs in place, and every other op is
+given the decoded weight.
+
+What it cannot do: a view (``w.view(-1)``, ``w[0]``, ``w.t()``) is a decoded copy, so writing through a view does
+not reach the weight. ``w[index] = value``, ``w[index] += value`` and all whole-tensor in-place ops do.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from lib_fp8.formats import Format
+from lib_fp8.quantize import Packed, pack, unpack
+
+_LOGICAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+_OPS: dict[Any, Callable[..., Any]] = {}
+
+
+def implements_function(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a handler ``(*args, **kwargs)`` for torch functions that receive a QuantWeight."""
+
+    def decorate(handler: Callable[..., Any]) -> Callable[..., Any]:
+        _FUNCTIONS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return decorate
+
+
+def _implements_op(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(handler: Callable[..., Any]) -> Callable[..., Any]:
+        _OPS.update(dict.fromkeys(ops, handler))
+        return handler
+
+    return decorate
+
+
+class QuantWeight(torch.Tensor):
+    """A weight held in 8 bits.
+
+    Attributes:
+        qdata: 8-bit data in the storage dtype of the format.
+        scale: (out, 1, ...) float16, or None for an unscaled format.
+        format: the storage format.
+        dtype: the logical dtype: what readers see and what ``dequantize()`` gives.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor | None
+    format: Format
+
+    @staticmethod
+    def __new__(cls, packed: Packed, storage_format: Format, dtype: torch.dtype) -> QuantWeight:
+        qdata = packed.qdata
+        return torch.Tensor._make_wrapper_subclass(
+            cls, qdata.shape, strides=qdata.stride(), dtype=dtype, device=qdata.device, requires_grad=False
+        )
+
+    def __init__(self, packed: Packed, storage_format: Format, dtype: torch.dtype):
+        self.qdata, self.scale = packed
+        self.format = storage_format
+
+    @classmethod
+    def from_weight(
+        cls, weight: torch.Tensor, storage_format: Format, absmax: torch.Tensor | None = None
+    ) -> QuantWeight:
+        """Pack a plain weight; its dtype becomes the logical dtype. Raises what ``pack`` raises.
+
+        Usable with autograd later even when called in inference mode.
+        """
+        with torch.inference_mode(False):
+            return cls(pack(weight, storage_format, absmax), storage_format, weight.dtype)
+
+    @property
+    def packed(self) -> Packed:
+        """The inner tensors themselves, no copies."""
+        return Packed(self.qdata, self.scale)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Decode into a new plain tensor of the logical dtype, or of the floating dtype asked for."""
+        return unpack(self.packed, self.format, dtype or self.dtype)
+
+    def store_(self, weight: torch.Tensor) -> QuantWeight:
+        """Pack a plain weight of the same shape into this tensor, in place, rounding once from the dtype given."""
+        self._write(pack(weight.detach().to(self.device).expand(self.shape), self.format))
+        return self
+
+    def same_bits(self, packed: Packed) -> bool:
+        """Whether the inner tensors hold exactly these bits."""
+        if not torch.equal(self.qdata.view(torch.uint8), packed.qdata.to(self.device).view(torch.uint8)):
+            return False
+        if self.scale is None or packed.scale is None:
+            return self.scale is packed.scale
+        return torch.equal(self.scale.view(torch.int16), packed.scale.to(self.device).view(torch.int16))
+
+    def _write(self, packed: Packed) -> None:
+        # Copied rather than assigned: detached and aliased handles share the inner tensors.
+        self.qdata.copy_(packed.qdata)
+        if self.scale is not None and packed.scale is not None:
+            self.scale.copy_(packed.scale)
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> QuantWeight:
+        scale = None if self.scale is None else change(self.scale)
+        return QuantWeight(Packed(change(self.qdata), scale), self.format, dtype or self.dtype)
+
+    # What would otherwise read the wrapper's memory, of which there is none.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.dequantize().tolist()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.dequantize().__array__(*args, **kwargs)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.dequantize().__dlpack__(*args, **kwargs)
+
+    def data_ptr(self) -> int:
+        raise RuntimeError(
+            f"This weight is stored as {self.format.name}; its memory holds no {self.dtype} values. "
+            "Call .dequantize() on it first (for a file: save the dequantized tensors)."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Pickles are read where this library may be missing, and torch 2.1 cannot pickle float8: write plain values.
+        plain = self.dequantize()
+        if getattr(self, "_is_param", False):
+            plain = torch.nn.Parameter(plain, requires_grad=False)
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantWeight:
+        if id(self) not in memo:
+            result = self._map(torch.clone)
+            result.__dict__.update(
+                {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("qdata", "scale", "format")}
+            )
+            memo[id(self)] = result
+        return memo[id(self)]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"QuantWeight({self.format.name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})\n"
+            f"{self.dequantize()!r}"
+        )
+
+    # Frozen by nature: rounding has no gradient. A stranger's model.requires_grad_(True) must not fail on it.
+
+    def requires_grad_(self, requires_grad: bool = True) -> QuantWeight:
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        pass
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        plain = self.dequantize()
+        plain[index] = value.dequantize() if isinstance(value, QuantWeight) else value
+        self.store_(plain)
+
+    @property
+    def data(self) -> QuantWeight:
+        return _alias(None, self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, QuantWeight):
+            value = QuantWeight.from_weight(value, self.format)
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # takes over shape, dtype and device
+        self.qdata, self.scale, self.format = value.qdata, value.scale, value.format
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _FUNCTIONS.get(func)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = _OPS.get(func)
+        if handler is not None:
+            return handler(func, *args, **kwargs)
+        if func._schema.is_mutable:
+            return _run_mutating(func, args, kwargs)
+        return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
+
+
+def _decoded(value: Any) -> Any:
+    return value.dequantize() if isinstance(value, QuantWeight) else value
+
+
+@functools.lru_cache(maxsize=None)
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an op writes into."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _run_mutating(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op that writes: on decoded stand-ins, which are then packed back into the QuantWeights written to."""
+    stand_ins: dict[int, tuple[QuantWeight, torch.Tensor]] = {}
+
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, QuantWeight):
+            return value
+        if id(value) not in stand_ins:
+            stand_ins[id(value)] = value, value.dequantize()
+        return stand_ins[id(value)][1]
+
+    plain_args, plain_kwargs = tree_map(stand_in, args), tree_map(stand_in, kwargs)
+    result = func(*plain_args, **plain_kwargs)
+
+    def store(value: Any) -> Any:
+        if isinstance(value, QuantWeight):
+            value.store_(stand_ins[id(value)][1])
+        return value
+
+    for position, name in _written_arguments(func):
+        tree_map(store, args[position] if position < len(args) else kwargs.get(name))
+    originals = {id(plain): original for original, plain in stand_ins.values()}
+    return tree_map(lambda value: originals.get(id(value), value), result)
+
+
+@implements_function(torch._has_compatible_shallow_copy_type)
+def _has_compatible_shallow_copy_type(old: torch.Tensor, new: torch.Tensor) -> bool:
+    # nn.Module asks this before ``param.data = new``: a change of dtype keeps the Parameter, a move makes a new one.
+    return isinstance(old, QuantWeight) and isinstance(new, QuantWeight) and old.device == new.device
+
+
+_aten = torch.ops.aten
+
+
+@_implements_op(_aten.detach.default, _aten.alias.default)
+def _alias(func: Any, weight: QuantWeight) -> QuantWeight:
+    return QuantWeight(weight.packed, weight.format, weight.dtype)
+
+
+@_implements_op(_aten.clone.default)
+def _clone(func: Any, weight: QuantWeight, *, memory_format: torch.memory_format | None = None) -> QuantWeight:
+    return weight._map(lambda inner: _with_memory_format(func, inner, memory_format))
+
+
+@_implements_op(_aten._to_copy.default)
+def _to_copy(
+    func: Any,
+    weight: QuantWeight,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    if dtype is not None and not dtype.is_floating_point:
+        return func(
+            weight.dequantize(), dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format
+        )
+    # A cast to a float8 dtype (the WebUI's own conversion) keeps the logical dtype: the weight is in 8 bits already.
+    logical = dtype if dtype in _LOGICAL_DTYPES else weight.dtype
+    return weight._map(
+        lambda inner: _with_memory_format(func, inner, memory_format, device=device, non_blocking=non_blocking),
+        logical,
+    )
+
+
+def _with_memory_format(
+    func: Any, inner: torch.Tensor, memory_format: torch.memory_format | None, **kwargs: Any
+) -> torch.Tensor:
+    return func(inner, memory_format=torch.preserve_format if memory_format is None else memory_format, **kwargs)
+
+
+@_implements_op(_aten._pin_memory.default)
+def _pin_memory(func: Any, weight: QuantWeight, device: torch.device | None = None) -> QuantWeight:
+    return weight._map(lambda inner: func(inner, device))
+
+
+@_implements_op(_aten.is_pinned.default)
+def _is_pinned(func: Any, weight: QuantWeight, device: torch.device | None = None) -> bool:
+    return func(weight.qdata, device)
+
+
+@_implements_op(_aten.record_stream.default)
+def _record_stream(func: Any, weight: QuantWeight, stream: Any) -> None:
+    weight._map(lambda inner: (func(inner, stream), inner)[1])
+
+
+@_implements_op(_aten.copy_.default)
+def _copy_(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(target, QuantWeight):
+        return func(target, _decoded(source), non_blocking)
+    if isinstance(source, QuantWeight) and source.format == target.format and source.shape == target.shape:
+        target._write(source.packed)
+        return target
+    # What an ordinary weight of this dtype would hold after the copy, packed.
+    return target.store_(_decoded(source).to(target.dtype))
