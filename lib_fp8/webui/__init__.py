@@ -1,0 +1,64 @@
+"""The extension inside the WebUI: the only package that imports ``modules``. Installed and taken out as a whole."""
+
+from __future__ import annotations
+
+from modules import script_callbacks, sd_models, shared
+
+from lib_fp8.webui import conditioning, infotext, loading, lora, panel, settings, xyz
+from lib_fp8.webui.patching import Patches
+
+_patches = Patches()
+_options = settings.Options(on_change=lambda: _follow_settings(), status=panel.status_html, component=panel.component)
+
+
+def _follow_settings() -> None:
+    model = sd_models.model_data.sd_model
+    if model is not None:
+        loading.follow_settings(model)
+
+
+def install() -> None:
+    """Put everything in place, or nothing; calling it again does no harm."""
+    _patches.undo()
+    try:
+        _options.add()
+        settings.repair_saved_values()
+        loading.install(_patches)
+        lora.install(_patches)
+        conditioning.install(_patches)
+    except Exception:
+        _patches.undo()
+        _options.remove()
+        raise
+
+
+def register_callbacks(extension_name: str) -> None:
+    """Register with the WebUI; it forgets all callbacks when the UI is reloaded."""
+    script_callbacks.on_ui_settings(_options.arrange)
+    script_callbacks.on_before_ui(xyz.add_axes)
+    script_callbacks.on_infotext_pasted(infotext.complete_pasted)
+    script_callbacks.on_app_started(panel.add_route)
+    script_callbacks.on_script_unloaded(lambda: uninstall(extension_name))
+
+
+def uninstall(extension_name: str) -> None:
+    """Take everything out. Models stay as they are if the extension comes back at once (Reload UI); if it was
+    switched off, they are given back in full precision."""
+    _patches.undo()
+    _options.remove()
+    if not _is_switched_off(extension_name):
+        return
+    current = sd_models.model_data.sd_model
+    for model in [current, *sd_models.model_data.loaded_sd_models]:
+        if model is not None:
+            loading.release(model)
+
+
+def _is_switched_off(extension_name: str) -> bool:
+    everything_off = getattr(shared.opts, "disable_all_extensions", "none") != "none"
+    return everything_off or extension_name in shared.opts.disabled_extensions
+
+
+before_process_batch = infotext.write
+
+__all__ = ["before_process_batch", "install", "register_callbacks", "uninstall"]

@@ -1,0 +1,43 @@
+"""What a picture's generation parameters say of 8-bit weights, and reading it back when they are pasted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modules import shared
+
+from lib_fp8.formats import E4M3FN_UNSCALED
+from lib_fp8.webui.settings import DISABLE, FORMAT, INFOTEXT, KEEP, SWITCH, TEXT_ENCODER_KEYS
+from lib_fp8.webui.storage import FULL_PRECISION, record_of
+
+_SWITCH_LABEL = INFOTEXT[SWITCH]
+_OWN = [key for key in INFOTEXT if key != SWITCH]
+
+
+def write(p: Any) -> None:
+    """Enter the storage that the model really has; options at their defaults are left out."""
+    for label in INFOTEXT.values():
+        p.extra_generation_params.pop(label, None)
+    if record_of(shared.sd_model).applied == FULL_PRECISION:
+        return
+    p.extra_generation_params[_SWITCH_LABEL] = getattr(shared.opts, SWITCH)
+    for key in _OWN:
+        value = getattr(shared.opts, key)
+        if key == FORMAT or value != shared.opts.get_default(key):
+            p.extra_generation_params[INFOTEXT[key]] = value
+
+
+def complete_pasted(infotext: str, params: dict[str, Any]) -> None:
+    """Fill in what a pasted infotext leaves out, so that the override settings give the picture again.
+
+    Fields at their defaults are not written. An infotext that has "FP8 weight" but no format is from the WebUI's own
+    conversion: unscaled, of all layers and text encoders.
+    """
+    if params.setdefault(_SWITCH_LABEL, DISABLE) == DISABLE:
+        return
+    if INFOTEXT[FORMAT] not in params:
+        params[INFOTEXT[FORMAT]] = E4M3FN_UNSCALED.name
+        params[INFOTEXT[KEEP]] = ""
+        params.update((INFOTEXT[key], "True") for key in TEXT_ENCODER_KEYS.values())
+    for key in _OWN:
+        params.setdefault(INFOTEXT[key], str(shared.opts.get_default(key)))

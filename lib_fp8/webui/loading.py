@@ -1,0 +1,236 @@
+"""Converting a WebUI model while it is loaded, when the settings change, and when the model changes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from modules import devices, script_callbacks, sd_hijack, sd_models, sd_unet, shared
+from modules.timer import Timer
+from tqdm import tqdm
+
+from lib_fp8 import ConversionError, StreamingConversion, convert_models, plan, restore_model
+from lib_fp8.policy import LayerPlan, quantized_layers
+from lib_fp8.source import CheckpointFile, checkpoint_damage
+from lib_fp8.webui import lora
+from lib_fp8.webui.patching import Patches
+from lib_fp8.webui.settings import SettingError, repair_saved_values, wanted_storage
+from lib_fp8.webui.storage import FULL_PRECISION, Record, Storage, drop_record, record_of, set_record
+from lib_fp8.webui.targets import UNET, Target, find_targets
+
+
+def install(patches: Patches) -> None:
+    """Put the extension between the WebUI and its loading functions."""
+    patches.replace(sd_models, "load_model_weights", _converting_load)
+    patches.replace(sd_models, "reload_model_weights", _following_settings)
+    if hasattr(sd_models, "check_fp8"):
+        # The built-in conversion never runs while the extension is on, and devices.fp8 stays False.
+        patches.replace(sd_models, "check_fp8", _never_built_in)
+
+
+def _never_built_in(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda model: None if model is None else False
+
+
+def _say(text: str) -> None:
+    print(f"FP8 weight: {text}")
+
+
+def _packing_dtype() -> torch.dtype | None:
+    """The dtype that the WebUI gives the model after loading; None if it keeps what it loads (--no-half)."""
+    return None if shared.cmd_opts.no_half else torch.float16
+
+
+@contextlib.contextmanager
+def _progress(targets: list[Target], storage: Storage) -> Iterator[Callable[[LayerPlan], None]]:
+    """A bar on the console, one step for each layer that is to be converted."""
+    layers = sum(
+        layer.kept_because is None
+        for target in targets
+        if (policy := storage.policy_for(target.kind)) is not None
+        for layer in plan(target.module, policy)
+    )
+    with tqdm(
+        total=layers, desc="FP8 weight", unit="layer", disable=shared.cmd_opts.disable_console_progressbars
+    ) as bar:
+        yield lambda _: bar.update()
+
+
+def _summarise(record: Record) -> None:
+    for part, report in record.reports.items():
+        for note in report.notes:
+            _say(f"{part}: {note}")
+    if record.reports:
+        _say("; ".join(f"{part} {report.summary()}" for part, report in record.reports.items()))
+
+
+def _new_record(targets: list[Target], storage: Storage, filename: str) -> Record:
+    record = Record(applied=storage, checkpoint=CheckpointFile(filename), packing_dtype=_packing_dtype())
+    for target in targets:
+        for name, module, _ in quantized_layers(target.module):
+            record.keys[module] = f"{target.key_prefix}{name}.weight"
+    return record
+
+
+def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_model_weights(model: Any, checkpoint_info: Any, state_dict: Any, timer: Any) -> Any:
+        targets = find_targets(model)
+        try:
+            wanted, problem = wanted_storage(model), None
+        except SettingError as error:
+            wanted, problem = FULL_PRECISION, str(error)
+            print(f"FP8 weight: {error}. The model is loaded in full precision.", file=sys.stderr)
+        if wanted == FULL_PRECISION and not any(quantized_layers(target.module) for target in targets):
+            set_record(model, Record(problem=problem))
+            return original(model, checkpoint_info, state_dict, timer)
+        try:
+            with _progress(targets, wanted) as progress, _streaming(targets, wanted, progress) as stream:
+                result = original(model, checkpoint_info, state_dict, timer)
+        except ConversionError as error:
+            print(
+                f"FP8 weight: {error}. The model is loaded again in full precision; change a setting under "
+                "FP8 weight to try again.",
+                file=sys.stderr,
+            )
+            with _streaming(targets, FULL_PRECISION, None):
+                result = original(model, checkpoint_info, None, timer)
+            set_record(model, Record(refused=wanted, problem=str(error)))
+            return result
+        record = _new_record(targets, wanted, checkpoint_info.filename)
+        record.reports = {
+            target.kind: report for target, report in zip(targets, stream.reports()) if report is not None
+        }
+        set_record(model, record)
+        _summarise(record)
+        return result
+
+    return load_model_weights
+
+
+def _streaming(
+    targets: list[Target], storage: Storage, progress: Callable[[LayerPlan], None] | None
+) -> StreamingConversion:
+    pairs = [(target.module, storage.policy_for(target.kind)) for target in targets]
+    return StreamingConversion(pairs, dtype=_packing_dtype(), progress=progress)
+
+
+def _following_settings(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reload_model_weights(sd_model: Any = None, info: Any = None, *args: Any, **kwargs: Any) -> Any:
+        _check_readable(sd_model or sd_models.model_data.sd_model, info)
+        model = original(sd_model, info, *args, **kwargs)
+        if model is not None:
+            try:
+                follow_settings(model)
+            except SettingError:
+                repair_saved_values()  # told once; the next picture works
+                raise
+        return model
+
+    return reload_model_weights
+
+
+def _check_readable(model: Any, info: Any) -> None:
+    """Refuse a broken checkpoint before the WebUI takes the loaded model apart to make room for it."""
+    checkpoint = info or sd_models.select_checkpoint()
+    loaded = [model, *sd_models.model_data.loaded_sd_models]
+    if any(m is not None and m.sd_checkpoint_info.filename == checkpoint.filename for m in loaded):
+        return
+    if (damage := checkpoint_damage(checkpoint.filename)) is not None:
+        raise RuntimeError(
+            f"{checkpoint.filename} is damaged or incomplete and cannot be loaded ({damage}). "
+            "Download it again; the model that was loaded before stays in use."
+        )
+
+
+def follow_settings(model: Any) -> None:
+    """Bring a loaded model into the storage that the settings want; does nothing where it is so already.
+
+    A conversion that fails leaves the model as it was, and is not tried again until the settings change.
+
+    Raises:
+        SettingError: a setting has an impossible value.
+        Exception: whatever reading the checkpoint again raises; the model is as it was.
+    """
+    wanted = wanted_storage(model)
+    record = record_of(model)
+    if wanted == record.applied or wanted == record.refused:
+        return
+    targets = find_targets(model)
+    changed = [t for t in targets if wanted.policy_for(t.kind) != record.applied.policy_for(t.kind)]
+    if not changed:
+        record.applied = wanted
+        return
+    lora.forget(model)
+    if all(record.applied.policy_for(target.kind) is None for target in changed):
+        _convert_in_place(model, changed, wanted)
+    else:
+        reload_from_file(model)
+    if any(target.kind != UNET for target in changed):
+        _renew_empty_prompt(model)
+
+
+def _convert_in_place(model: Any, targets: list[Target], wanted: Storage) -> None:
+    before = record_of(model)
+    pairs = [(target.module, policy) for target in targets if (policy := wanted.policy_for(target.kind)) is not None]
+    try:
+        with _progress(targets, wanted) as progress:
+            reports = convert_models(pairs, progress)
+    except ConversionError as error:
+        before.refused, before.problem = wanted, str(error)
+        print(f"FP8 weight: {error}. The model stays as it was.", file=sys.stderr)
+        return
+    record = _new_record(find_targets(model), wanted, model.sd_checkpoint_info.filename)
+    record.reports = {**before.reports, **{target.kind: report for target, report in zip(targets, reports)}}
+    set_record(model, record)
+    devices.torch_gc()
+    _summarise(record)
+
+
+def reload_from_file(model: Any) -> None:
+    """Load the weights of a model again from its own checkpoint, in the storage that the settings want.
+
+    What the WebUI's ``reload_model_weights`` does for another checkpoint, on every version. The file is read before
+    anything is taken apart.
+    """
+    timer = Timer()
+    state_dict = sd_models.get_checkpoint_state_dict(model.sd_checkpoint_info, timer)
+    sd_unet.apply_unet("None")
+    sd_models.send_model_to_cpu(model)
+    sd_hijack.model_hijack.undo_hijack(model)
+    try:
+        sd_models.load_model_weights(model, model.sd_checkpoint_info, state_dict, timer)
+    finally:
+        sd_hijack.model_hijack.hijack(model)
+        if not model.lowvram:
+            model.to(devices.device)
+        script_callbacks.model_loaded_callback(model)
+        sd_unet.apply_unet()
+    timer.record("FP8 weight")
+    print(f"Weights loaded in {timer.summary()}.")
+
+
+def _renew_empty_prompt(model: Any) -> None:
+    """The WebUI encodes the empty prompt once per load; a text encoder in other storage encodes it otherwise."""
+    with devices.autocast(), torch.no_grad():
+        model.cond_stage_model_empty_prompt = sd_models.get_empty_cond(model)
+
+
+def release(model: Any) -> None:
+    """Give a model back to the WebUI in full precision: from its file, or decoded where the file is gone.
+
+    Call after ``install`` was undone.
+    """
+    if record_of(model).applied == FULL_PRECISION:
+        return
+    lora.forget(model)
+    targets = find_targets(model)
+    try:
+        with _streaming(targets, FULL_PRECISION, None):
+            reload_from_file(model)
+    except Exception as error:
+        layers = sum(restore_model(target.module) for target in targets)
+        print(f"FP8 weight: {error}. {layers} layers were decoded from 8 bits instead.", file=sys.stderr)
+    drop_record(model)

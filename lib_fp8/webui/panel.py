@@ -1,0 +1,125 @@
+"""The panel under the switch: what is in 8 bits now, measured; and the same for programs."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import gradio as gr
+from fastapi import FastAPI
+from modules import sd_models
+
+from lib_fp8 import measure
+from lib_fp8.report import mebibytes
+from lib_fp8.webui import lora
+from lib_fp8.webui.storage import FULL_PRECISION, record_of
+from lib_fp8.webui.targets import find_targets
+
+STATUS_ROUTE = "/sdapi/v1/fp8-weight"
+
+
+def status() -> dict[str, Any]:
+    """What is true of the model in use, ready for JSON; byte counts are measured now."""
+    model = sd_models.model_data.sd_model
+    if model is None:
+        return {"loaded": False, "enabled": False, "parts": [], "problem": None}
+    record = record_of(model)
+    parts = []
+    for target in find_targets(model):
+        report = record.reports.get(target.kind)
+        if report is None or record.applied.policy_for(target.kind) is None:
+            continue
+        before, after = measure(target.module)
+        parts.append(
+            {
+                "part": target.kind,
+                "format": report.format,
+                "converted": report.converted,
+                "kept": dict(report.kept),
+                "bytes_full_precision": before,
+                "bytes": after,
+                "notes": list(report.notes),
+            }
+        )
+    from_file = list(lora.originals_in_use(record))
+    return {
+        "loaded": True,
+        "enabled": record.applied != FULL_PRECISION,
+        "checkpoint": model.sd_checkpoint_info.name,
+        "parts": parts,
+        "problem": record.problem,
+        "lora_layers_from_checkpoint": sum(from_file),
+        "lora_layers_from_8_bit": len(from_file) - sum(from_file),
+        "lora_problem": None if record.checkpoint is None else record.checkpoint.problem(),
+    }
+
+
+def status_html() -> str:
+    """The status as the panel shows it."""
+    now = status()
+    if not now["loaded"]:
+        return _wrap("<p>No model is loaded.</p>")
+    lines = []
+    if now["problem"]:
+        lines.append(f"<p class='fp8-problem'>{html.escape(now['problem'])}</p>")
+    if not now["enabled"]:
+        lines.append(f"<p>{html.escape(now['checkpoint'])}: full precision.</p>")
+        return _wrap("".join(lines))
+    lines.append(f"<p>{html.escape(now['checkpoint'])}:</p><table><tr>")
+    lines += [f"<th>{title}</th>" for title in ("", "format", "layers in 8 bits", "kept", "memory", "saved")]
+    lines.append("</tr>")
+    for part in now["parts"]:
+        before, after = part["bytes_full_precision"], part["bytes"]
+        kept = "; ".join(f"{count} by {reason}" for reason, count in part["kept"].items())
+        cells = (
+            part["part"],
+            part["format"],
+            str(part["converted"]),
+            str(sum(part["kept"].values())),
+            f"{mebibytes(before)} → {mebibytes(after)}",
+            f"{mebibytes(before - after)} ({1 - after / before:.0%})" if before else "",
+        )
+        lines.append(f"<tr title='{html.escape(kept, quote=True)}'>")
+        lines += [f"<td>{html.escape(cell)}</td>" for cell in cells]
+        lines.append("</tr>")
+    lines.append("</table>")
+    lines += [
+        f"<p>{html.escape(part['part'])}: {html.escape(note)}</p>" for part in now["parts"] for note in part["notes"]
+    ]
+    lines.append(f"<p>{html.escape(_lora_line(now))}</p>")
+    return _wrap("".join(lines))
+
+
+def _lora_line(now: dict[str, Any]) -> str:
+    from_file, from_weight = now["lora_layers_from_checkpoint"], now["lora_layers_from_8_bit"]
+    if not from_file and not from_weight:
+        problem = now["lora_problem"]
+        return (
+            "LoRA: none merged."
+            if problem is None
+            else f"LoRA: none merged; {problem}, 8-bit weights will be the base."
+        )
+    base = f"LoRA: added to the originals in the checkpoint file in {from_file} layers"
+    return f"{base}." if not from_weight else f"{base}, to the 8-bit weights in {from_weight}."
+
+
+def _wrap(content: str) -> str:
+    return f"<div class='fp8-status'>{content}</div>"
+
+
+def component(**kwargs: Any) -> gr.HTML:
+    """Build the panel; called by the settings page with the usual arguments of a component."""
+    kwargs.pop("label", None)
+    with gr.Row(elem_id="fp8_status_row"):
+        panel = gr.HTML(**kwargs)
+        refresh = gr.Button("Refresh", elem_id="fp8_status_refresh", size="sm", scale=0)
+    refresh.click(fn=status_html, inputs=[], outputs=[panel], show_progress=False)
+    return panel
+
+
+def add_route(_: Any, app: FastAPI) -> None:
+    """Offer the status to programs, behind the same authentication as the WebUI's own routes; none without --api."""
+    neighbour = next((route for route in app.routes if getattr(route, "path", "") == "/sdapi/v1/memory"), None)
+    if neighbour is None or any(getattr(route, "path", "") == STATUS_ROUTE for route in app.routes):
+        return
+    app.add_api_route(STATUS_ROUTE, status, methods=["GET"], dependencies=neighbour.dependencies)

@@ -1,0 +1,247 @@
+"""The options in Settings > Optimizations: their names, words and defaults, and reading them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import gradio as gr
+import torch
+from modules import shared
+from modules.call_queue import wrap_queued_call
+
+from lib_fp8 import DEFAULT_KEEP, Policy, UnknownFormatError, format_names, get_format
+from lib_fp8.policy import PatternError, check_patterns
+from lib_fp8.webui.storage import FULL_PRECISION, Storage
+from lib_fp8.webui.targets import CLIP_L, OPEN_CLIP, T5, TEXT_ENCODERS, UNET, is_sdxl
+
+SECTION = ("optimizations", "Optimizations")
+
+SWITCH = "fp8_storage"
+DISABLE, ENABLE_FOR_SDXL, ENABLE = SWITCH_CHOICES = ("Disable", "Enable for SDXL", "Enable")
+FORMAT = "fp8_format"
+KEEP = "fp8_keep_layers"
+TEXT_ENCODER_KEYS = {CLIP_L: "fp8_clip_l", OPEN_CLIP: "fp8_open_clip", T5: "fp8_t5"}
+LORA = "fp8_lora"
+LORA_FROM_FILE, LORA_FROM_WEIGHT = LORA_CHOICES = ("Checkpoint file", "8-bit weights")
+STATUS = "fp8_status"
+
+INFOTEXT = {
+    SWITCH: "FP8 weight",
+    FORMAT: "FP8 format",
+    KEEP: "FP8 kept layers",
+    **{key: f"FP8 {kind}" for kind, key in TEXT_ENCODER_KEYS.items()},
+    LORA: "FP8 LoRA base",
+}
+"""Option to its name in the infotext; the first is the WebUI's own."""
+
+BUILT_IN_LORA_CACHE = "cache_fp16_weight"
+
+
+class SettingError(ValueError):
+    """A setting has a value that cannot be used; the message says which, why, and what to do."""
+
+
+def _option(default: Any, label: str, *args: Any, key: str, **kwargs: Any) -> Any:
+    return shared.OptionInfo(default, label, *args, section=SECTION, infotext=INFOTEXT[key], **kwargs)
+
+
+def _own_options() -> dict[str, Any]:
+    options = {
+        FORMAT: _option(
+            format_names()[0], "FP8: storage format", gr.Dropdown, {"choices": list(format_names())}, key=FORMAT
+        ).info(
+            "float8_e4m3fn fits most models; int8 is closest to full precision at the same size and works on every"
+            " device; unscaled repeats the WebUI's own conversion"
+        )
+    }
+    for kind, key in TEXT_ENCODER_KEYS.items():
+        options[key] = _option(False, f"FP8: store text encoder {kind} in 8 bits too", key=key).info(
+            _TEXT_ENCODER_INFO[kind]
+        )
+    options[KEEP] = _option(
+        " ".join(DEFAULT_KEEP), "FP8: layers kept in full precision", gr.Textbox, {"lines": 2}, key=KEEP
+    ).info("regular expressions, separated by spaces; a layer is kept if one is found in its name")
+    options[LORA] = _option(
+        LORA_FROM_FILE,
+        "FP8: LoRA is added to the original weights from",
+        gr.Radio,
+        {"choices": list(LORA_CHOICES)},
+        key=LORA,
+    ).info("all LoRAs are summed and rounded once; the checkpoint file is read layer by layer and needs no memory")
+    return options
+
+
+_TEXT_ENCODER_INFO = {
+    CLIP_L: "SD1, SDXL, SD3",
+    OPEN_CLIP: "SD2, SDXL, SDXL refiner, SD3",
+    T5: "SD3",
+}
+
+
+def _switch_option() -> Any:
+    return _option(DISABLE, "FP8 weight", gr.Radio, {"choices": list(SWITCH_CHOICES)}, key=SWITCH).info(
+        "store the weights of Linear and Conv layers in 8 bits to save memory"
+    )
+
+
+class Options:
+    """The extension's entries in the WebUI's options, put in and taken out again.
+
+    Args:
+        on_change: called, inside the WebUI's queue, after a setting was changed; an exception reverts the setting.
+        status: gives the HTML of the panel.
+        component: builds the panel.
+    """
+
+    def __init__(self, on_change: Callable[[], None], status: Callable[[], str], component: Any):
+        self._on_change = wrap_queued_call(self._validated(on_change))
+        self._status = status
+        self._component = component
+        self._added: list[str] = []
+        self._switch_before: dict[str, Any] | None = None
+        self._cache_comment: str | None = None
+
+    @staticmethod
+    def _validated(on_change: Callable[[], None]) -> Callable[[], None]:
+        def validate_first() -> None:
+            read_policy()
+            on_change()
+
+        return validate_first
+
+    def add(self) -> None:
+        """Enter all options; entering them again refreshes them."""
+        labels = shared.opts.data_labels
+        if SWITCH not in labels:
+            self._add(SWITCH, _switch_option())
+        elif self._switch_before is None and SWITCH not in self._added:
+            switch = labels[SWITCH]
+            self._switch_before = {"onchange": switch.onchange, "infotext": switch.infotext}
+        labels[SWITCH].onchange = self._on_change
+        labels[SWITCH].infotext = INFOTEXT[SWITCH]
+        if BUILT_IN_LORA_CACHE in labels and self._cache_comment is None:
+            self._cache_comment = labels[BUILT_IN_LORA_CACHE].comment_after
+            labels[BUILT_IN_LORA_CACHE].info("not used while the FP8 weight extension is on")
+        for key, option in _own_options().items():
+            option.onchange = self._on_change
+            self._add(key, option)
+        self._add(STATUS, _StatusInfo(self._status, self._component))
+
+    def arrange(self) -> None:
+        """Put the entries directly below the switch; for the moment before the settings page is built.
+
+        Not earlier: scripts that are loaded after this one add their options to the very dictionary replaced here.
+        """
+        self.add()
+        own = [FORMAT, *TEXT_ENCODER_KEYS.values(), KEEP, LORA, STATUS]
+        ordered = {}
+        for key, option in shared.opts.data_labels.items():
+            if key in own:
+                continue
+            ordered[key] = option
+            if key == SWITCH:
+                ordered.update((own_key, shared.opts.data_labels[own_key]) for own_key in own)
+        shared.opts.data_labels = ordered
+
+    def _add(self, key: str, option: Any) -> None:
+        shared.opts.data_labels[key] = option
+        if not option.do_not_save:
+            shared.opts.data.setdefault(key, option.default)  # 1.6.1 looks overrides up in data and knows no default
+        if key not in self._added:
+            self._added.append(key)
+
+    def remove(self) -> None:
+        """Take all options out again; saved values stay in the configuration for the next time."""
+        labels = shared.opts.data_labels
+        for key in self._added:
+            labels.pop(key, None)
+        self._added.clear()
+        if self._switch_before is not None:
+            vars(labels[SWITCH]).update(self._switch_before)
+            self._switch_before = None
+        if self._cache_comment is not None:
+            labels[BUILT_IN_LORA_CACHE].comment_after = self._cache_comment
+            self._cache_comment = None
+
+
+class _StatusInfo(shared.OptionInfo):
+    """An entry of the settings page that is never saved and whose "default" is whatever is true now."""
+
+    def __init__(self, status: Callable[[], str], component: Any):
+        self._status = status
+        super().__init__("", "", component, section=SECTION)
+        self.do_not_save = True
+
+    @property
+    def default(self) -> str:
+        return self._status()
+
+    @default.setter
+    def default(self, value: str) -> None:
+        pass
+
+
+def _value(key: str) -> Any:
+    return getattr(shared.opts, key)
+
+
+def _check_switch(value: Any) -> None:
+    if value not in SWITCH_CHOICES:
+        raise SettingError(f"FP8 weight: {value!r} is not one of: {', '.join(SWITCH_CHOICES)}")
+
+
+def _check_format(value: Any) -> None:
+    try:
+        get_format(value)
+    except UnknownFormatError as error:
+        raise SettingError(f"FP8 storage format: {error}") from None
+
+
+def _check_keep(value: Any) -> None:
+    try:
+        check_patterns(str(value).split())
+    except PatternError as error:
+        raise SettingError(f"FP8 layers kept in full precision: {error}") from None
+
+
+def _check_lora(value: Any) -> None:
+    if value not in LORA_CHOICES:
+        raise SettingError(f"FP8 LoRA base: {value!r} is not one of: {', '.join(LORA_CHOICES)}")
+
+
+_CHECKS = {SWITCH: _check_switch, FORMAT: _check_format, KEEP: _check_keep, LORA: _check_lora}
+
+
+def repair_saved_values() -> None:
+    """Replace values in the loaded configuration that cannot be used by their defaults, and say so."""
+    for key, check in _CHECKS.items():
+        try:
+            check(_value(key))
+        except SettingError as error:
+            default = shared.opts.get_default(key)
+            print(f"FP8 weight: bad value in the settings. {error}. {default!r} is used instead.", file=sys.stderr)
+            shared.opts.data[key] = default
+
+
+def read_policy() -> Policy:
+    """The policy that the options describe, whatever the switch says. Raises SettingError."""
+    for key, check in _CHECKS.items():
+        check(_value(key))
+    return Policy(format=_value(FORMAT), keep=tuple(str(_value(KEEP)).split()))
+
+
+def wanted_storage(model: torch.nn.Module) -> Storage:
+    """How the options want a model to be stored. Raises SettingError."""
+    policy = read_policy()
+    switch = _value(SWITCH)
+    if switch == DISABLE or (switch == ENABLE_FOR_SDXL and not is_sdxl(model)):
+        return FULL_PRECISION
+    chosen = (kind for kind in TEXT_ENCODERS if _value(TEXT_ENCODER_KEYS[kind]))
+    return Storage(policy, frozenset((UNET, *chosen)))
+
+
+def lora_from_file() -> bool:
+    """Whether networks are to be added to the originals in the checkpoint file."""
+    return _value(LORA) == LORA_FROM_FILE

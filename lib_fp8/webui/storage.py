@@ -1,0 +1,77 @@
+"""How a model is to be stored, how it is stored, and the record of that, which lives on the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lib_fp8 import Policy, Report
+from lib_fp8.source import CheckpointFile
+
+_ATTRIBUTE = "fp8_weight_record"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A policy for some parts of a model; the parts that are not named stay in full precision.
+
+    Attributes:
+        policy: the policy for all of them, None if there are none.
+        parts: kinds of ``Target``.
+    """
+
+    policy: Policy | None = None
+    parts: frozenset[str] = frozenset()
+
+    def policy_for(self, kind: str) -> Policy | None:
+        """The policy for one part, None if it stays in full precision."""
+        return self.policy if kind in self.parts else None
+
+
+FULL_PRECISION = Storage()
+
+
+@dataclass
+class Record:
+    """What was done to one model.
+
+    Attributes:
+        applied: how it is stored now.
+        refused: what was tried and failed; it is not tried again until something else is wanted.
+        reports: part to what its conversion did.
+        problem: why the last conversion failed, for the panel.
+        checkpoint: the file that the weights came from.
+        packing_dtype: dtype to which values of that file were rounded before packing, None if they were not.
+        keys: layer to the name of its weight in that file.
+        trusted: layers whose originals in the file were seen to pack to the very bits stored.
+    """
+
+    applied: Storage = FULL_PRECISION
+    refused: Storage | None = None
+    reports: dict[str, Report] = field(default_factory=dict)
+    problem: str | None = None
+    checkpoint: CheckpointFile | None = None
+    packing_dtype: torch.dtype | None = None
+    keys: WeakKeyDictionary[torch.nn.Module, str] = field(default_factory=WeakKeyDictionary)
+    trusted: WeakKeyDictionary[torch.nn.Module, bool] = field(default_factory=WeakKeyDictionary)
+
+
+def record_of(model: torch.nn.Module) -> Record:
+    """The record of a model; a model that nothing was done to has an empty one."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    if found is None:
+        found = Record()
+        model.__dict__[_ATTRIBUTE] = found
+    return found
+
+
+def set_record(model: torch.nn.Module, record: Record) -> None:
+    """Replace the record of a model."""
+    model.__dict__[_ATTRIBUTE] = record
+
+
+def drop_record(model: torch.nn.Module) -> None:
+    """Forget everything about a model."""
+    model.__dict__.pop(_ATTRIBUTE, None)

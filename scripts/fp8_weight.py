@@ -1,0 +1,23 @@
+"""Entry point for the WebUI: installs the extension; all logic is in lib_fp8."""
+
+from pathlib import Path
+
+from modules import scripts
+
+from lib_fp8 import webui
+
+webui.install()
+webui.register_callbacks(Path(scripts.basedir()).name)
+
+
+class Fp8Weight(scripts.Script):
+    """Writes the storage of the weights into the generation parameters of every picture."""
+
+    def title(self):
+        return "FP8 weight"
+
+    def show(self, is_img2img):
+        return scripts.AlwaysVisible
+
+    def before_process_batch(self, p, *args, **kwargs):
+        webui.before_process_batch(p)
