@@ -1,4 +1,4 @@
-"""The project's commands, from nothing but Python: `python run.py test`.
+"""The project's commands, from nothing but Python: `python run.py test`, `lint` and `bench`.
 
 Each makes a virtual environment of its own beside this file and installs pinned packages into it, once.
 """
@@ -80,6 +80,12 @@ def test(options: argparse.Namespace) -> int:
     return run_steps(python, [*checks, ("tests", ["-m", "pytest", *options.pytest])])
 
 
+def bench(options: argparse.Namespace) -> int:
+    """Size, quality and time against other ways to hold weights in 8 bits."""
+    python = environment("bench", "stack-current", "bench")
+    return call(python, "-m", "tools.bench", *options.arguments)
+
+
 def main() -> int:
     """Read the command line and run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,6 +95,9 @@ def main() -> int:
     tests.add_argument("--stack", choices=STACKS, default="current", help="which torch (default: current)")
     tests.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     tests.set_defaults(run=test)
+    benches = commands.add_parser("bench", help="size, quality and time; needs 12 GB of memory, some minutes")
+    benches.add_argument("arguments", nargs="*", help="arguments for the bench, after --; -- --help lists them")
+    benches.set_defaults(run=bench)
     options = parser.parse_args()
     return options.run(options)
 

@@ -29,13 +29,13 @@ class ConversionError(RuntimeError):
     """Packing a layer failed; the message names the layer and the cause, which is chained."""
 
 
-def usable_format(policy: Policy, device: torch.device) -> tuple[Format, tuple[str, ...]]:
-    """The format of a policy, or int8 where the device cannot hold it, with the line that tells the user."""
+def usable_format(policy: Policy, device: torch.device) -> tuple[Format, str | None]:
+    """The format of a policy, or int8 where the device cannot hold it, then with the line that tells the user."""
     wanted = formats.get_format(policy.format)
     problem = wanted.problem(device)
     if problem is None:
-        return wanted, ()
-    return formats.FALLBACK, (f"{problem}: {formats.FALLBACK.name} is used instead of {wanted.name}",)
+        return wanted, None
+    return formats.FALLBACK, f"{problem}: {formats.FALLBACK.name} is used instead of {wanted.name}"
 
 
 class _Packer:
@@ -58,7 +58,7 @@ class _Packer:
         """Pack one weight; None where it must stay as it is because it is not finite."""
         start = time.perf_counter()
         try:
-            storage_format, notes = usable_format(self._policy, weight.device)
+            storage_format, note = usable_format(self._policy, weight.device)
             absmax = row_absmax(weight)
             if bool(torch.isfinite(absmax).all()):
                 packed = QuantWeight.from_weight(weight, storage_format, absmax)
@@ -73,7 +73,8 @@ class _Packer:
         else:
             self.converted += 1
             self._format_name = storage_format.name
-            self._notes.update(dict.fromkeys(notes))
+            if note is not None:
+                self._notes[note] = None
             self._clamped += storage_format.scale_of is None and bool((absmax > storage_format.largest).any())
         if self._progress is not None:
             self._progress(layer)

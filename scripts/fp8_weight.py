@@ -11,7 +11,7 @@ webui.register_callbacks(Path(scripts.basedir()).name)
 
 
 class Fp8Weight(scripts.Script):
-    """Writes the storage of the weights into the generation parameters of every picture."""
+    """Tells the extension how far a job has come."""
 
     def title(self):
         return "FP8 weight"
@@ -19,5 +19,14 @@ class Fp8Weight(scripts.Script):
     def show(self, is_img2img):
         return scripts.AlwaysVisible
 
+    def before_process(self, p, *args):
+        webui.before_process(p)
+
+    def process(self, p, *args):
+        webui.process(p)
+
     def before_process_batch(self, p, *args, **kwargs):
         webui.before_process_batch(p)
+
+    def postprocess(self, p, *args):
+        webui.postprocess(p)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from modules import script_callbacks, sd_models, shared
 
 from lib_fp8.webui import conditioning, infotext, loading, lora, panel, settings, xyz
 from lib_fp8.webui.patching import Patches
+from lib_fp8.webui.storage import record_of
 
 _patches = Patches()
 _options = settings.Options(on_change=lambda: _follow_settings(), status=panel.status_html, component=panel.component)
@@ -59,6 +62,34 @@ def _is_switched_off(extension_name: str) -> bool:
     return everything_off or extension_name in shared.opts.disabled_extensions
 
 
-before_process_batch = infotext.write
+def before_process(p: Any) -> None:
+    """A job begins: its overrides are known, but not yet in force."""
+    settings.announce_overrides(p.override_settings)
 
-__all__ = ["before_process_batch", "install", "register_callbacks", "uninstall"]
+
+def process(p: Any) -> None:
+    """A job's overrides are in force."""
+    settings.overrides_are_in_force()
+
+
+def before_process_batch(p: Any) -> None:
+    """The model is in the storage in which the next pictures are made."""
+    infotext.write(p)
+
+
+def postprocess(p: Any) -> None:
+    """A job is done."""
+    checkpoint = record_of(shared.sd_model).checkpoint
+    if checkpoint is not None:
+        checkpoint.close()  # a mapped file can be neither replaced nor deleted on Windows
+
+
+__all__ = [
+    "before_process",
+    "before_process_batch",
+    "install",
+    "postprocess",
+    "process",
+    "register_callbacks",
+    "uninstall",
+]

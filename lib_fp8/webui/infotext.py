@@ -8,7 +8,7 @@ from modules import shared
 
 from lib_fp8.formats import E4M3FN_UNSCALED
 from lib_fp8.webui.settings import DISABLE, FORMAT, INFOTEXT, KEEP, SWITCH, TEXT_ENCODER_KEYS
-from lib_fp8.webui.storage import FULL_PRECISION, record_of
+from lib_fp8.webui.storage import record_of
 
 _SWITCH_LABEL = INFOTEXT[SWITCH]
 _OWN = [key for key in INFOTEXT if key != SWITCH]
@@ -18,12 +18,14 @@ def write(p: Any) -> None:
     """Enter the storage that the model really has; options at their defaults are left out."""
     for label in INFOTEXT.values():
         p.extra_generation_params.pop(label, None)
-    if record_of(shared.sd_model).applied == FULL_PRECISION:
+    policy = record_of(shared.sd_model).applied.policy
+    if policy is None:
         return
     p.extra_generation_params[_SWITCH_LABEL] = getattr(shared.opts, SWITCH)
+    p.extra_generation_params[INFOTEXT[FORMAT]] = policy.format
     for key in _OWN:
         value = getattr(shared.opts, key)
-        if key == FORMAT or value != shared.opts.get_default(key):
+        if key != FORMAT and value != shared.opts.get_default(key):
             p.extra_generation_params[INFOTEXT[key]] = value
 
 

@@ -60,6 +60,8 @@ def _progress(targets: list[Target], storage: Storage) -> Iterator[Callable[[Lay
 
 
 def _summarise(record: Record) -> None:
+    if record.applied.note is not None:
+        _say(record.applied.note)
     for part, report in record.reports.items():
         for note in report.notes:
             _say(f"{part}: {note}")
@@ -156,7 +158,10 @@ def follow_settings(model: Any) -> None:
     """
     wanted = wanted_storage(model)
     record = record_of(model)
-    if wanted == record.applied or wanted == record.refused:
+    if wanted == record.refused:
+        return
+    record.refused = record.problem = None
+    if wanted == record.applied:
         return
     targets = find_targets(model)
     changed = [t for t in targets if wanted.policy_for(t.kind) != record.applied.policy_for(t.kind)]

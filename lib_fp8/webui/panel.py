@@ -22,7 +22,7 @@ def status() -> dict[str, Any]:
     """What is true of the model in use, ready for JSON; byte counts are measured now."""
     model = sd_models.model_data.sd_model
     if model is None:
-        return {"loaded": False, "enabled": False, "parts": [], "problem": None}
+        return {"loaded": False, "enabled": False, "parts": [], "note": None, "problem": None}
     record = record_of(model)
     parts = []
     for target in find_targets(model):
@@ -47,6 +47,7 @@ def status() -> dict[str, Any]:
         "enabled": record.applied != FULL_PRECISION,
         "checkpoint": model.sd_checkpoint_info.name,
         "parts": parts,
+        "note": record.applied.note,
         "problem": record.problem,
         "lora_layers_from_checkpoint": sum(from_file),
         "lora_layers_from_8_bit": len(from_file) - sum(from_file),
@@ -83,6 +84,8 @@ def status_html() -> str:
         lines += [f"<td>{html.escape(cell)}</td>" for cell in cells]
         lines.append("</tr>")
     lines.append("</table>")
+    if now["note"]:
+        lines.append(f"<p>{html.escape(now['note'])}</p>")
     lines += [
         f"<p>{html.escape(part['part'])}: {html.escape(note)}</p>" for part in now["parts"] for note in part["notes"]
     ]
@@ -110,7 +113,7 @@ def _wrap(content: str) -> str:
 def component(**kwargs: Any) -> gr.HTML:
     """Build the panel; called by the settings page with the usual arguments of a component."""
     kwargs.pop("label", None)
-    with gr.Row(elem_id="fp8_status_row"):
+    with gr.Row(elem_id="fp8_status_row", equal_height=False):
         panel = gr.HTML(**kwargs)
         refresh = gr.Button("Refresh", elem_id="fp8_status_refresh", size="sm", scale=0)
     refresh.click(fn=status_html, inputs=[], outputs=[panel], show_progress=False)

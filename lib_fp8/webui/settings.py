@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import gradio as gr
 import torch
-from modules import shared
+from modules import devices, shared
 from modules.call_queue import wrap_queued_call
 
 from lib_fp8 import DEFAULT_KEEP, Policy, UnknownFormatError, format_names, get_format
+from lib_fp8.convert import usable_format
 from lib_fp8.policy import PatternError, check_patterns
 from lib_fp8.webui.storage import FULL_PRECISION, Storage
 from lib_fp8.webui.targets import CLIP_L, OPEN_CLIP, T5, TEXT_ENCODERS, UNET, is_sdxl
@@ -106,6 +108,7 @@ class Options:
     @staticmethod
     def _validated(on_change: Callable[[], None]) -> Callable[[], None]:
         def validate_first() -> None:
+            overrides_are_in_force()
             read_policy()
             on_change()
 
@@ -183,8 +186,27 @@ class _StatusInfo(shared.OptionInfo):
         pass
 
 
+_announced: dict[str, Any] = {}
+"""Overrides that the WebUI is about to put into its options for the pictures that are being started."""
+
+
+def announce_overrides(overrides: Mapping[str, Any]) -> None:
+    """Let a job's override settings count from its start.
+
+    The WebUI looks after its model before it puts them in force; without this each job would bring the model into
+    the saved storage first, and then into the one it asks for.
+    """
+    _announced.clear()
+    _announced.update((key, overrides[key]) for key in INFOTEXT if key in overrides)
+
+
+def overrides_are_in_force() -> None:
+    """The options speak for themselves again."""
+    _announced.clear()
+
+
 def _value(key: str) -> Any:
-    return getattr(shared.opts, key)
+    return _announced[key] if key in _announced else getattr(shared.opts, key)
 
 
 def _check_switch(value: Any) -> None:
@@ -239,7 +261,9 @@ def wanted_storage(model: torch.nn.Module) -> Storage:
     if switch == DISABLE or (switch == ENABLE_FOR_SDXL and not is_sdxl(model)):
         return FULL_PRECISION
     chosen = (kind for kind in TEXT_ENCODERS if _value(TEXT_ENCODER_KEYS[kind]))
-    return Storage(policy, frozenset((UNET, *chosen)))
+    # Asked of the device that computes: with --medvram the weights wait on the CPU, which can hold more formats.
+    storage_format, note = usable_format(policy, devices.device)
+    return Storage(replace(policy, format=storage_format.name), frozenset((UNET, *chosen)), note)
 
 
 def lora_from_file() -> bool:

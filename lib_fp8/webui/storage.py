@@ -20,10 +20,12 @@ class Storage:
     Attributes:
         policy: the policy for all of them, None if there are none.
         parts: kinds of ``Target``.
+        note: what the user should know of the choice, such as a format that was replaced.
     """
 
     policy: Policy | None = None
     parts: frozenset[str] = frozenset()
+    note: str | None = field(default=None, compare=False)
 
     def policy_for(self, kind: str) -> Policy | None:
         """The policy for one part, None if it stays in full precision."""
