@@ -40,7 +40,10 @@ def storage_problem(dtype_name: str, device_type: str) -> str | None:
 
 
 def _query_autocast(device_type: str) -> bool:
-    return torch.is_autocast_enabled(device_type)
+    try:
+        return torch.is_autocast_enabled(device_type)
+    except RuntimeError:  # a device without autocast, such as meta
+        return False
 
 
 def _query_autocast_before_2_4(device_type: str) -> bool:

@@ -3,6 +3,9 @@
 The cast rule: if autocast acts on the input's device, the weight is handed on in its logical dtype and autocast
 does as it does with any layer. Otherwise the input's dtype is the compute dtype: weight and bias follow it, and so
 does the output. The input is never cast.
+
+``nn.MultiheadAttention`` reads the weight of its output projection by itself: values and gradients are right, but there
+autograd keeps a decoded copy for the backward pass.
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ class _FrozenWeight:
     """A QuantWeight remembered for backward by reference, with autograd's check that it was not written meanwhile."""
 
     def __init__(self, weight: QuantWeight):
-        self._weight = weight
-        self._version = weight.qdata._version
+        self._weight = weight.data  # shares the inner tensors, whatever is assigned to the layer later
+        self._writes = weight.writes
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        if self._weight.qdata._version != self._version:
+        if self._weight.writes != self._writes:
             raise RuntimeError(
                 "a quantized weight needed for gradient computation was modified by an in-place operation"
             )
@@ -124,11 +127,19 @@ def conv2d(
 ) -> torch.Tensor:
     """``F.conv2d`` over a QuantWeight; input (N, C, H, W) or (C, H, W), weight (out, C / groups, kH, kW)."""
     x = input.dequantize() if isinstance(input, QuantWeight) else input
-    if _needs_graph(x, weight, bias) and x.dim() == 4:
+    if _needs_graph(x, weight, bias) and not _is_refused_padding(padding, stride):
+        batch = x if x.dim() == 4 else x.unsqueeze(0)
         if isinstance(padding, str):
-            x, padding = _pad_explicitly(x, weight, padding, dilation), 0
-        return _Conv2d.apply(x, weight, bias, stride, padding, dilation, groups)
+            batch, padding = _pad_explicitly(batch, weight, padding, dilation), 0
+        result = _Conv2d.apply(batch, weight, bias, stride, padding, dilation, groups)
+        return result if x.dim() == 4 else result.squeeze(0)
     return F.conv2d(x, *_operands(x, weight, bias), stride, padding, dilation, groups)
+
+
+def _is_refused_padding(padding: Size | str, stride: Size) -> bool:
+    """Whether torch raises an error for this padding; then it is left to torch to word it."""
+    strided = stride != 1 if isinstance(stride, int) else any(step != 1 for step in stride)
+    return isinstance(padding, str) and (padding not in ("valid", "same") or (padding == "same" and strided))
 
 
 def _pad_explicitly(x: torch.Tensor, weight: torch.Tensor, padding: str, dilation: Size) -> torch.Tensor:

@@ -18,7 +18,7 @@ from lib_fp8 import formats
 from lib_fp8.formats import Format
 from lib_fp8.policy import LayerPlan, Policy, plan, quantized_layers
 from lib_fp8.quantize import row_absmax
-from lib_fp8.qweight import QuantWeight
+from lib_fp8.qweight import LOGICAL_DTYPES, QuantWeight
 from lib_fp8.report import Report, count_reasons, measure
 
 Progress = Callable[[LayerPlan], None]
@@ -26,7 +26,15 @@ Progress = Callable[[LayerPlan], None]
 
 
 class ConversionError(RuntimeError):
-    """Packing a layer failed; the message names the layer and the cause, which is chained."""
+    """Converting a layer failed; the message names the layer and the cause, which is chained.
+
+    Attributes:
+        whole: whether the model is as it was. False only if a device failed after it had taken other layers.
+    """
+
+    def __init__(self, message: str, *, whole: bool = True):
+        super().__init__(message)
+        self.whole = whole
 
 
 def usable_format(policy: Policy, device: torch.device) -> tuple[Format, str | None]:
@@ -55,7 +63,10 @@ class _Packer:
         self._kept.append(reason)
 
     def pack(self, layer: LayerPlan, weight: torch.Tensor) -> QuantWeight | None:
-        """Pack one weight; None where it must stay as it is because it is not finite."""
+        """Pack one weight; None where it must stay as it is."""
+        if weight.dtype not in LOGICAL_DTYPES:
+            self.keep(f"{weight.dtype} weight")
+            return None
         start = time.perf_counter()
         try:
             storage_format, note = usable_format(self._policy, weight.device)
@@ -71,14 +82,17 @@ class _Packer:
         if packed is None:
             self.keep("NaN or infinity in the weight")
         else:
-            self.converted += 1
             self._format_name = storage_format.name
             if note is not None:
                 self._notes[note] = None
             self._clamped += storage_format.scale_of is None and bool((absmax > storage_format.largest).any())
+        return packed
+
+    def done(self, layer: LayerPlan) -> None:
+        """Count a layer that holds a packed weight now, or will."""
+        self.converted += 1
         if self._progress is not None:
             self._progress(layer)
-        return packed
 
     def report(self, model: torch.nn.Module) -> Report:
         notes = list(self._notes)
@@ -99,11 +113,6 @@ class _Packer:
         )
 
 
-def _set_weight(module: torch.nn.Module, weight: torch.Tensor) -> None:
-    # Not setattr: a module may carry a parametrized or hooked __setattr__, and the slot already exists.
-    module._parameters["weight"] = torch.nn.Parameter(weight, requires_grad=False)
-
-
 def convert_model(model: torch.nn.Module, policy: Policy, progress: Progress | None = None) -> Report:
     """Convert the layers of a model in place: all of those the policy names, or none.
 
@@ -122,12 +131,17 @@ def convert_models(targets: Sequence[tuple[torch.nn.Module, Policy]], progress: 
     """Convert several models in place, all or none; a report for each.
 
     Packed weights wait in host memory until every layer is packed, and only then take the places of the originals.
-    The device therefore never holds more than the models and one layer, and after a failure nothing has changed.
+    The device therefore never holds more than the models and one layer, and it is fullest when the first one moves.
     A weight shared by several layers stays shared. Layers that are in 8 bits already are left alone.
 
     Raises:
-        ConversionError: nothing was changed.
+        ConversionError: nothing was changed, unless its ``whole`` is False.
     """
+    with torch.inference_mode(False), torch.no_grad():  # the weights must be of use outside inference mode too
+        return _convert_models(targets, progress)
+
+
+def _convert_models(targets: Sequence[tuple[torch.nn.Module, Policy]], progress: Progress | None) -> list[Report]:
     packers = []
     staged: list[tuple[LayerPlan, QuantWeight, torch.device]] = []
     shared: dict[int, QuantWeight | None] = {}
@@ -147,11 +161,16 @@ def convert_models(targets: Sequence[tuple[torch.nn.Module, Policy]], progress: 
                 shared[id(weight)] = None if packed is None else packed.to("cpu")  # type: ignore[assignment]
             if (waiting := shared[id(weight)]) is not None:
                 staged.append((layer, waiting, weight.device))
+                packer.done(layer)
     placed: dict[int, torch.nn.Parameter] = {}
     for layer, waiting, device in staged:
-        layer.module._parameters["weight"] = None  # lets go of the original before its successor needs the room
         if id(waiting) not in placed:
-            placed[id(waiting)] = torch.nn.Parameter(waiting.to(device), requires_grad=False)
+            try:
+                placed[id(waiting)] = torch.nn.Parameter(waiting.to(device), requires_grad=False)
+            except Exception as error:
+                raise ConversionError(
+                    f"layer {layer.name} could not be moved to {device}: {error}", whole=not placed
+                ) from error
         layer.module._parameters["weight"] = placed[id(waiting)]
     return [packer.report(model) for packer, (model, _) in zip(packers, targets)]
 
@@ -164,13 +183,22 @@ def restore_model(model: torch.nn.Module, originals: Mapping[str, torch.Tensor] 
         originals: name of a layer to its original weight; a layer that is missing gets its decoded weight.
 
     Returns:
-        Number of layers that were restored.
+        Number of layers that were restored. A weight shared by several layers stays shared.
+
+    Raises:
+        ValueError: an original has another shape than its layer; nothing was changed.
     """
     layers = quantized_layers(model)
+    found = originals or {}
+    for name, _, weight in layers:
+        if name in found and found[name].shape != weight.shape:
+            raise ValueError(f"{name}: shape {tuple(found[name].shape)}, but the layer has {tuple(weight.shape)}")
+    plain: dict[int, torch.nn.Parameter] = {}
     for name, module, weight in layers:
-        original = None if originals is None else originals.get(name)
-        plain = weight.dequantize() if original is None else original.to(weight.device, weight.dtype)
-        _set_weight(module, plain)
+        if id(weight) not in plain:
+            value = found[name].to(weight.device, weight.dtype) if name in found else weight.dequantize()
+            plain[id(weight)] = torch.nn.Parameter(value, requires_grad=False)
+        module._parameters["weight"] = plain[id(weight)]
     return len(layers)
 
 
@@ -178,8 +206,9 @@ class StreamingConversion:
     """Converts the layers of a model while its weights are loaded.
 
     Use as a context around ``load_state_dict``. Before a layer is filled, a QuantWeight in it gives way to a plain
-    weight, so that values arrive unrounded; after it is filled, it is packed if the policy says so. A layer that the
-    state dict does not name keeps what it holds.
+    weight, so that values arrive unrounded; after it is filled, it is packed if the policy says so. A value that is a
+    QuantWeight of the policy's format already is taken as it is. A layer that the state dict does not name, or names
+    with another shape, keeps its values. A weight shared by several layers stays shared.
 
     Args:
         targets: (model, policy) pairs; a policy of None restores plain weights.
@@ -202,14 +231,18 @@ class StreamingConversion:
         self._targets = targets
         self._packers: list[_Packer | None] = []
         self._handles: list[Any] = []
+        self._sharing: dict[torch.nn.Module, list[torch.nn.Module]] = {}
 
     def __enter__(self) -> StreamingConversion:
         for model, policy in self._targets:
             packer = None if policy is None else _Packer(policy, self._progress)
             self._packers.append(packer)
             layers = plan(model, policy or Policy(keep=()))
+            self._note_sharing(layers)
             for layer in layers:
-                self._handles.append(layer.module._register_load_state_dict_pre_hook(_make_plain_hook(layer)))
+                converts = packer is not None and layer.kept_because is None
+                before = self._before_load_hook(layer, policy if converts else None)
+                self._handles.append(layer.module._register_load_state_dict_pre_hook(before))
                 if packer is None:
                     continue
                 if layer.kept_because is not None:
@@ -218,22 +251,50 @@ class StreamingConversion:
                 self._handles.append(layer.module.register_load_state_dict_post_hook(self._pack_hook(layer, packer)))
         return self
 
+    def _note_sharing(self, layers: list[LayerPlan]) -> None:
+        owners: dict[int, list[torch.nn.Module]] = {}
+        for layer in layers:
+            if (weight := layer.module._parameters.get("weight")) is not None:
+                owners.setdefault(id(weight), []).append(layer.module)
+        self._sharing.update((module, group) for group in owners.values() if len(group) > 1 for module in group)
+
+    def _set_weight(self, module: torch.nn.Module, weight: torch.Tensor) -> None:
+        parameter = torch.nn.Parameter(weight, requires_grad=False)
+        for owner in self._sharing.get(module, [module]):
+            owner._parameters["weight"] = parameter
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._sharing.clear()
+
+    def _before_load_hook(self, layer: LayerPlan, policy: Policy | None) -> Callable[..., None]:
+        def make_room(state_dict: Mapping[str, torch.Tensor], prefix: str, *_: Any) -> None:
+            weight, value = layer.module._parameters.get("weight"), state_dict.get(prefix + "weight")
+            if weight is None or value is None or weight.is_meta or value.shape != weight.shape:
+                return
+            if policy is not None and isinstance(value, QuantWeight) and value.format.name == policy.format:
+                self._set_weight(layer.module, value.to(weight.device, weight.dtype, copy=True))
+            elif isinstance(weight, QuantWeight):
+                self._set_weight(layer.module, torch.empty(weight.shape, dtype=weight.dtype, device=weight.device))
+
+        return make_room
 
     def _pack_hook(self, layer: LayerPlan, packer: _Packer) -> Callable[..., None]:
         def pack_after_load(module: torch.nn.Module, incompatible_keys: Any) -> None:
             weight = module._parameters.get("weight")
-            if weight is None or isinstance(weight, QuantWeight) or weight.is_meta:
+            if weight is None or weight.is_meta:
                 return
-            plain = weight.detach() if self._dtype is None else weight.detach().to(self._dtype)
-            packed = packer.pack(layer, plain)
-            if packed is not None:
-                _set_weight(module, packed)
+            if not isinstance(weight, QuantWeight):
+                plain = weight.detach() if self._dtype is None else weight.detach().to(self._dtype)
+                packed = packer.pack(layer, plain)
+                if packed is None:
+                    return
+                self._set_weight(module, packed)
+            packer.done(layer)
 
         return pack_after_load
 
@@ -242,12 +303,3 @@ class StreamingConversion:
         return [
             None if packer is None else packer.report(model) for (model, _), packer in zip(self._targets, self._packers)
         ]
-
-
-def _make_plain_hook(layer: LayerPlan) -> Callable[..., None]:
-    def make_plain_before_load(state_dict: Mapping[str, torch.Tensor], prefix: str, *_: Any) -> None:
-        weight = layer.module._parameters.get("weight")
-        if isinstance(weight, QuantWeight) and prefix + "weight" in state_dict:
-            _set_weight(layer.module, torch.empty(weight.shape, dtype=weight.dtype, device=weight.device))
-
-    return make_plain_before_load

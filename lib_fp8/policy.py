@@ -79,6 +79,12 @@ class LayerPlan:
 def plan(model: torch.nn.Module, policy: Policy) -> list[LayerPlan]:
     """List what the policy does to each Linear and Conv2d of a model, in module order; touches nothing."""
     patterns = [(pattern, re.compile(pattern)) for pattern in policy.keep]
+    foreign = {
+        id(parameter): type(module).__name__
+        for module in model.modules()
+        if not isinstance(module, (torch.nn.Linear, torch.nn.Conv2d))
+        for parameter in module.parameters(recurse=False)
+    }
 
     def reason(name: str, module: torch.nn.Module) -> str | None:
         weight = module._parameters.get("weight")
@@ -86,6 +92,10 @@ def plan(model: torch.nn.Module, policy: Policy) -> list[LayerPlan]:
             return "computed weight"  # weight_norm and other parametrizations: there is nothing to store
         if not weight.is_floating_point():
             return f"{weight.dtype} weight"
+        if weight.numel() == 0:
+            return "empty weight"
+        if id(weight) in foreign:
+            return f"shared with {foreign[id(weight)]}"
         return next((f"pattern {text}" for text, pattern in patterns if pattern.search(name)), None)
 
     return [

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map
 from lib_fp8.formats import Format
 from lib_fp8.quantize import Packed, pack, unpack
 
-_LOGICAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LOGICAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What a QuantWeight can show itself as."""
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 _OPS: dict[Any, Callable[..., Any]] = {}
 
@@ -69,6 +70,7 @@ class QuantWeight(torch.Tensor):
     def __init__(self, packed: Packed, storage_format: Format, dtype: torch.dtype):
         self.qdata, self.scale = packed
         self.format = storage_format
+        self._write_count = [0]
 
     @classmethod
     def from_weight(
@@ -80,6 +82,11 @@ class QuantWeight(torch.Tensor):
         """
         with torch.inference_mode(False):
             return cls(pack(weight, storage_format, absmax), storage_format, weight.dtype)
+
+    @property
+    def writes(self) -> int:
+        """How often the inner tensors were written, through this tensor or one that shares them."""
+        return self._write_count[0]
 
     @property
     def packed(self) -> Packed:
@@ -105,6 +112,8 @@ class QuantWeight(torch.Tensor):
 
     def _write(self, packed: Packed) -> None:
         # Copied rather than assigned: detached and aliased handles share the inner tensors.
+        # Counted here, since torch does not count writes to inner tensors from within a dispatch.
+        self._write_count[0] += 1
         self.qdata.copy_(packed.qdata)
         if self.scale is not None and packed.scale is not None:
             self.scale.copy_(packed.scale)
@@ -144,7 +153,7 @@ class QuantWeight(torch.Tensor):
         if id(self) not in memo:
             result = self._map(torch.clone)
             result.__dict__.update(
-                {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("qdata", "scale", "format")}
+                {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in result.__dict__}
             )
             memo[id(self)] = result
         return memo[id(self)]
@@ -184,6 +193,7 @@ class QuantWeight(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # takes over shape, dtype and device
         self.qdata, self.scale, self.format = value.qdata, value.scale, value.format
+        self._write_count = value._write_count
 
     @classmethod
     def __torch_function__(
@@ -203,6 +213,10 @@ class QuantWeight(torch.Tensor):
         handler = _OPS.get(func)
         if handler is not None:
             return handler(func, *args, **kwargs)
+        # In inference mode composite ops (``to`` among them) arrive whole; taken apart they come back as handled ops.
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         if func._schema.is_mutable:
             return _run_mutating(func, args, kwargs)
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
@@ -258,7 +272,9 @@ _aten = torch.ops.aten
 
 @_implements_op(_aten.detach.default, _aten.alias.default)
 def _alias(func: Any, weight: QuantWeight) -> QuantWeight:
-    return QuantWeight(weight.packed, weight.format, weight.dtype)
+    result = QuantWeight(weight.packed, weight.format, weight.dtype)
+    result._write_count = weight._write_count
+    return result
 
 
 @_implements_op(_aten.clone.default)
@@ -283,7 +299,7 @@ def _to_copy(
             weight.dequantize(), dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format
         )
     # A cast to a float8 dtype (the WebUI's own conversion) keeps the logical dtype: the weight is in 8 bits already.
-    logical = dtype if dtype in _LOGICAL_DTYPES else weight.dtype
+    logical = dtype if dtype in LOGICAL_DTYPES else weight.dtype
     return weight._map(
         lambda inner: _with_memory_format(func, inner, memory_format, device=device, non_blocking=non_blocking),
         logical,

@@ -85,8 +85,11 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
         except SettingError as error:
             wanted, problem = FULL_PRECISION, str(error)
             print(f"FP8 weight: {error}. The model is loaded in full precision.", file=sys.stderr)
+        refused = record_of(model).refused
+        if refused == wanted and checkpoint_info.filename == model.sd_checkpoint_info.filename:
+            wanted, problem = FULL_PRECISION, record_of(model).problem
         if wanted == FULL_PRECISION and not any(quantized_layers(target.module) for target in targets):
-            set_record(model, Record(problem=problem))
+            set_record(model, Record(refused=refused, problem=problem))
             return original(model, checkpoint_info, state_dict, timer)
         try:
             with _progress(targets, wanted) as progress, _streaming(targets, wanted, progress) as stream:
@@ -102,6 +105,7 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
             set_record(model, Record(refused=wanted, problem=str(error)))
             return result
         record = _new_record(targets, wanted, checkpoint_info.filename)
+        record.refused, record.problem = refused if wanted == FULL_PRECISION else None, problem
         record.reports = {
             target.kind: report for target, report in zip(targets, stream.reports()) if report is not None
         }
@@ -184,8 +188,10 @@ def _convert_in_place(model: Any, targets: list[Target], wanted: Storage) -> Non
         with _progress(targets, wanted) as progress:
             reports = convert_models(pairs, progress)
     except ConversionError as error:
-        before.refused, before.problem = wanted, str(error)
         print(f"FP8 weight: {error}. The model stays as it was.", file=sys.stderr)
+        before.refused, before.problem = wanted, str(error)
+        if not error.whole:
+            reload_from_file(model)
         return
     record = _new_record(find_targets(model), wanted, model.sd_checkpoint_info.filename)
     record.reports = {**before.reports, **{target.kind: report for target, report in zip(targets, reports)}}
