@@ -17,7 +17,7 @@ from lib_fp8.policy import LayerPlan, quantized_layers
 from lib_fp8.source import CheckpointFile, checkpoint_damage
 from lib_fp8.webui import lora
 from lib_fp8.webui.patching import Patches
-from lib_fp8.webui.settings import SettingError, repair_saved_values, wanted_storage
+from lib_fp8.webui.settings import SettingError, overrides_are_in_force, repair_saved_values, wanted_storage
 from lib_fp8.webui.storage import FULL_PRECISION, Record, Storage, drop_record, record_of, set_record
 from lib_fp8.webui.targets import UNET, Target, find_targets
 
@@ -125,15 +125,17 @@ def _streaming(
 
 def _following_settings(original: Callable[..., Any]) -> Callable[..., Any]:
     def reload_model_weights(sd_model: Any = None, info: Any = None, *args: Any, **kwargs: Any) -> Any:
-        _check_readable(sd_model or sd_models.model_data.sd_model, info)
-        model = original(sd_model, info, *args, **kwargs)
-        if model is not None:
-            try:
+        try:
+            _check_readable(sd_model or sd_models.model_data.sd_model, info)
+            model = original(sd_model, info, *args, **kwargs)
+            if model is not None:
                 follow_settings(model)
-            except SettingError:
+            return model
+        except Exception as error:
+            overrides_are_in_force()  # the job that announced them ends here
+            if isinstance(error, SettingError):
                 repair_saved_values()  # told once; the next picture works
-                raise
-        return model
+            raise
 
     return reload_model_weights
 

@@ -133,27 +133,15 @@ class Options:
         self._add(STATUS, _StatusInfo(self._status, self._component))
 
     def arrange(self) -> None:
-        """Put the entries directly below the switch; for the moment before the settings page is built.
-
-        Not earlier: scripts that are loaded after this one add their options to the very dictionary replaced here.
-        """
+        """Put the entries directly below the switch; for the moment before the settings page is built."""
         self.add()
+        labels = shared.opts.data_labels
         own = [FORMAT, *TEXT_ENCODER_KEYS.values(), KEEP, LORA, STATUS]
-        ordered = {}
-        for key, option in shared.opts.data_labels.items():
-            if key in own:
-                continue
-            ordered[key] = option
-            if key == SWITCH:
-                ordered.update((own_key, shared.opts.data_labels[own_key]) for own_key in own)
-        shared.opts.data_labels = ordered
-
-    def _add(self, key: str, option: Any) -> None:
-        shared.opts.data_labels[key] = option
-        if not option.do_not_save:
-            shared.opts.data.setdefault(key, option.default)  # 1.6.1 looks overrides up in data and knows no default
-        if key not in self._added:
-            self._added.append(key)
+        keys = list(labels)
+        below = keys[keys.index(SWITCH) + 1 :]
+        # In place: other extensions hold this very dictionary, and another thread may be reading it.
+        for key in (*own, *(key for key in below if key not in own)):
+            labels[key] = labels.pop(key)
 
     def remove(self) -> None:
         """Take all options out again; saved values stay in the configuration for the next time."""
