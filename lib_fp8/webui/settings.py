@@ -143,6 +143,13 @@ class Options:
         for key in (*own, *(key for key in below if key not in own)):
             labels[key] = labels.pop(key)
 
+    def _add(self, key: str, option: Any) -> None:
+        shared.opts.data_labels[key] = option
+        if not option.do_not_save:
+            shared.opts.data.setdefault(key, option.default)  # 1.6.1 looks overrides up in data and knows no default
+        if key not in self._added:
+            self._added.append(key)
+
     def remove(self) -> None:
         """Take all options out again; saved values stay in the configuration for the next time."""
         labels = shared.opts.data_labels
