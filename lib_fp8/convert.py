@@ -53,19 +53,21 @@ class _Packer:
         self._policy = policy
         self._progress = progress
         self._seconds = 0.0
-        self._kept: list[str] = []
-        self._clamped = 0
+        self._outcomes: dict[str, str | None] = {}
+        self._clamped: set[str] = set()
         self._notes: dict[str, None] = {}
         self._format_name = policy.format
-        self.converted = 0
 
-    def keep(self, reason: str) -> None:
-        self._kept.append(reason)
+    def settle(self, layer: LayerPlan, kept_because: str | None) -> None:
+        """Note what became of a layer; a module that is reached by several names may be told of more than once."""
+        if kept_because is None and layer.name not in self._outcomes and self._progress is not None:
+            self._progress(layer)
+        self._outcomes[layer.name] = kept_because
 
     def pack(self, layer: LayerPlan, weight: torch.Tensor) -> QuantWeight | None:
         """Pack one weight; None where it must stay as it is."""
         if weight.dtype not in LOGICAL_DTYPES:
-            self.keep(f"{weight.dtype} weight")
+            self.settle(layer, f"{weight.dtype} weight")
             return None
         start = time.perf_counter()
         try:
@@ -80,32 +82,27 @@ class _Packer:
         finally:
             self._seconds += time.perf_counter() - start
         if packed is None:
-            self.keep("NaN or infinity in the weight")
+            self.settle(layer, "NaN or infinity in the weight")
         else:
             self._format_name = storage_format.name
             if note is not None:
                 self._notes[note] = None
-            self._clamped += storage_format.scale_of is None and bool((absmax > storage_format.largest).any())
+            if storage_format.scale_of is None and bool((absmax > storage_format.largest).any()):
+                self._clamped.add(layer.name)
         return packed
-
-    def done(self, layer: LayerPlan) -> None:
-        """Count a layer that holds a packed weight now, or will."""
-        self.converted += 1
-        if self._progress is not None:
-            self._progress(layer)
 
     def report(self, model: torch.nn.Module) -> Report:
         notes = list(self._notes)
         if self._clamped:
             largest = formats.get_format(self._format_name).largest
             notes.append(
-                f"values beyond +-{largest:g} were clamped in {self._clamped} layers; a scaled format keeps them"
+                f"values beyond +-{largest:g} were clamped in {len(self._clamped)} layers; a scaled format keeps them"
             )
         before, after = measure(model)
         return Report(
             format=self._format_name,
-            converted=self.converted,
-            kept=count_reasons(self._kept),
+            converted=sum(reason is None for reason in self._outcomes.values()),
+            kept=count_reasons(reason for reason in self._outcomes.values() if reason is not None),
             bytes_before=before,
             bytes_after=after,
             seconds=self._seconds,
@@ -150,7 +147,7 @@ def _convert_models(targets: Sequence[tuple[torch.nn.Module, Policy]], progress:
         packers.append(packer)
         for layer in plan(model, policy):
             if layer.kept_because is not None:
-                packer.keep(layer.kept_because)
+                packer.settle(layer, layer.kept_because)
                 continue
             weight = layer.module._parameters["weight"]
             assert weight is not None
@@ -161,7 +158,7 @@ def _convert_models(targets: Sequence[tuple[torch.nn.Module, Policy]], progress:
                 shared[id(weight)] = None if packed is None else packed.to("cpu")  # type: ignore[assignment]
             if (waiting := shared[id(weight)]) is not None:
                 staged.append((layer, waiting, weight.device))
-                packer.done(layer)
+                packer.settle(layer, None)
     placed: dict[int, torch.nn.Parameter] = {}
     for layer, waiting, device in staged:
         if id(waiting) not in placed:
@@ -246,7 +243,7 @@ class StreamingConversion:
                 if packer is None:
                     continue
                 if layer.kept_because is not None:
-                    packer.keep(layer.kept_because)
+                    packer.settle(layer, layer.kept_because)
                     continue
                 self._handles.append(layer.module.register_load_state_dict_post_hook(self._pack_hook(layer, packer)))
         return self
@@ -294,7 +291,7 @@ class StreamingConversion:
                 if packed is None:
                     return
                 self._set_weight(module, packed)
-            packer.done(layer)
+            packer.settle(layer, None)
 
         return pack_after_load
 

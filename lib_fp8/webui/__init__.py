@@ -49,12 +49,8 @@ def uninstall(extension_name: str) -> None:
     switched off, they are given back in full precision."""
     _patches.undo()
     _options.remove()
-    if not _is_switched_off(extension_name):
-        return
-    current = sd_models.model_data.sd_model
-    for model in [current, *sd_models.model_data.loaded_sd_models]:
-        if model is not None:
-            loading.release(model)
+    if _is_switched_off(extension_name):
+        loading.release_all()
 
 
 def _is_switched_off(extension_name: str) -> bool:

@@ -231,14 +231,24 @@ def _renew_empty_prompt(model: Any) -> None:
         model.cond_stage_model_empty_prompt = sd_models.get_empty_cond(model)
 
 
-def release(model: Any) -> None:
-    """Give a model back to the WebUI in full precision: from its file, or decoded where the file is gone.
+def release_all() -> None:
+    """Give the models back to the WebUI in full precision, after ``install`` was undone.
 
-    Call after ``install`` was undone.
+    The model in use is loaded again from its file, or decoded where the file is gone. Those that wait in memory are
+    dropped; the WebUI loads them again when they are chosen.
     """
-    if record_of(model).applied == FULL_PRECISION:
-        return
+    data = sd_models.model_data
+    for model in [model for model in data.loaded_sd_models if model is not data.sd_model]:
+        if record_of(model).applied != FULL_PRECISION:
+            data.loaded_sd_models.remove(model)
+            sd_models.send_model_to_trash(model)
+    if data.sd_model is not None and record_of(data.sd_model).applied != FULL_PRECISION:
+        _release(data.sd_model)
+
+
+def _release(model: Any) -> None:
     lora.forget(model)
+    parts = record_of(model).applied.parts
     targets = find_targets(model)
     try:
         with _streaming(targets, FULL_PRECISION, None):
@@ -247,3 +257,5 @@ def release(model: Any) -> None:
         layers = sum(restore_model(target.module) for target in targets)
         print(f"FP8 weight: {error}. {layers} layers were decoded from 8 bits instead.", file=sys.stderr)
     drop_record(model)
+    if parts != {UNET}:
+        _renew_empty_prompt(model)
