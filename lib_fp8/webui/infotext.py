@@ -11,6 +11,8 @@ from lib_fp8.webui.settings import DISABLE, FORMAT, INFOTEXT, KEEP, SWITCH, TEXT
 from lib_fp8.webui.storage import record_of
 
 _SWITCH_LABEL = INFOTEXT[SWITCH]
+_EMPTY = "None"
+"""What stands for an empty text: the WebUI cannot read a field without a value."""
 _OWN = [key for key in INFOTEXT if key != SWITCH]
 
 
@@ -26,7 +28,7 @@ def write(p: Any) -> None:
     for key in _OWN:
         value = getattr(shared.opts, key)
         if key != FORMAT and value != shared.opts.get_default(key):
-            p.extra_generation_params[INFOTEXT[key]] = value
+            p.extra_generation_params[INFOTEXT[key]] = value if value != "" else _EMPTY
 
 
 def complete_pasted(infotext: str, params: dict[str, Any]) -> None:
@@ -39,7 +41,9 @@ def complete_pasted(infotext: str, params: dict[str, Any]) -> None:
         return
     if INFOTEXT[FORMAT] not in params:
         params[INFOTEXT[FORMAT]] = E4M3FN_UNSCALED.name
-        params[INFOTEXT[KEEP]] = ""
+        params[INFOTEXT[KEEP]] = _EMPTY
         params.update((INFOTEXT[key], "True") for key in TEXT_ENCODER_KEYS.values())
     for key in _OWN:
         params.setdefault(INFOTEXT[key], str(shared.opts.get_default(key)))
+    if params[INFOTEXT[KEEP]] == _EMPTY:
+        params[INFOTEXT[KEEP]] = ""

@@ -213,9 +213,13 @@ def reload_from_file(model: Any) -> None:
     sd_unet.apply_unet("None")
     sd_models.send_model_to_cpu(model)
     sd_hijack.model_hijack.undo_hijack(model)
+    chosen_hash = shared.opts.data.get("sd_checkpoint_hash")
     try:
-        sd_models.load_model_weights(model, model.sd_checkpoint_info, state_dict, timer)
+        # A refiner may be in memory while another checkpoint is the chosen one; the choice stays.
+        with sd_models.SkipWritingToConfig():
+            sd_models.load_model_weights(model, model.sd_checkpoint_info, state_dict, timer)
     finally:
+        shared.opts.data["sd_checkpoint_hash"] = chosen_hash
         sd_hijack.model_hijack.hijack(model)
         if not model.lowvram:
             model.to(devices.device)

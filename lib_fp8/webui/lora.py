@@ -187,8 +187,9 @@ def _collect(networks: Any, layer: Any, layer_name: str, slots: _Slots, original
         try:
             deltas, bias_delta = _deltas(parts, layer, originals)
             for original, delta in zip(originals, deltas):
-                if delta.shape != original.shape:
-                    raise ValueError(f"it is made for a weight of {tuple(delta.shape)}, not {tuple(original.shape)}")
+                _check_shape("weight", delta, original.shape)
+            if bias_delta is not None:
+                _check_shape("bias", bias_delta, originals[-1].shape[:1])
         except Exception as error:  # another's code on a file from anywhere: whatever it raises, the picture goes on
             _tell(networks, net, layer_name, error)
             continue
@@ -196,6 +197,11 @@ def _collect(networks: Any, layer: Any, layer_name: str, slots: _Slots, original
             slot.deltas.append(delta)
         if bias_delta is not None:
             slots.bias.deltas.append(bias_delta)
+
+
+def _check_shape(what: str, delta: torch.Tensor, shape: torch.Size) -> None:
+    if delta.shape != shape:
+        raise ValueError(f"it is made for a {what} of {tuple(delta.shape)}, not {tuple(shape)}")
 
 
 def _deltas(
