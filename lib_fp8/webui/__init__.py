@@ -49,6 +49,7 @@ def uninstall(extension_name: str) -> None:
     switched off, they are given back in full precision."""
     _patches.undo()
     _options.remove()
+    loading.take_networks_out()
     if _is_switched_off(extension_name):
         loading.release_all()
 

@@ -17,7 +17,13 @@ from lib_fp8.policy import LayerPlan, quantized_layers
 from lib_fp8.source import CheckpointFile, checkpoint_damage
 from lib_fp8.webui import lora
 from lib_fp8.webui.patching import Patches
-from lib_fp8.webui.settings import SettingError, overrides_are_in_force, repair_saved_values, wanted_storage
+from lib_fp8.webui.settings import (
+    SettingError,
+    lora_from_file,
+    overrides_are_in_force,
+    repair_saved_values,
+    wanted_storage,
+)
 from lib_fp8.webui.storage import FULL_PRECISION, Record, Storage, drop_record, record_of, set_record
 from lib_fp8.webui.targets import UNET, Target, find_targets
 
@@ -70,7 +76,12 @@ def _summarise(record: Record) -> None:
 
 
 def _new_record(targets: list[Target], storage: Storage, filename: str) -> Record:
-    record = Record(applied=storage, checkpoint=CheckpointFile(filename), packing_dtype=_packing_dtype())
+    record = Record(
+        applied=storage,
+        checkpoint=CheckpointFile(filename),
+        packing_dtype=_packing_dtype(),
+        lora_from_file=lora_from_file(),
+    )
     for target in targets:
         for name, module, _ in quantized_layers(target.module):
             record.keys[module] = f"{target.key_prefix}{name}.weight"
@@ -163,6 +174,7 @@ def follow_settings(model: Any) -> None:
         Exception: whatever reading the checkpoint again raises; the model is as it was.
     """
     wanted = wanted_storage(model)
+    lora.follow_settings(model)
     record = record_of(model)
     if wanted == record.refused:
         return
@@ -235,6 +247,13 @@ def _renew_empty_prompt(model: Any) -> None:
         model.cond_stage_model_empty_prompt = sd_models.get_empty_cond(model)
 
 
+def take_networks_out() -> None:
+    """Leave no network merged by this extension; whoever merges next starts from whole layers."""
+    for model in {id(m): m for m in [sd_models.model_data.sd_model, *sd_models.model_data.loaded_sd_models]}.values():
+        if model is not None and record_of(model).applied != FULL_PRECISION:
+            lora.forget(model)
+
+
 def release_all() -> None:
     """Give the models back to the WebUI in full precision, after ``install`` was undone.
 
@@ -251,7 +270,6 @@ def release_all() -> None:
 
 
 def _release(model: Any) -> None:
-    lora.forget(model)
     parts = record_of(model).applied.parts
     targets = find_targets(model)
     try:

@@ -7,7 +7,7 @@ The Lora extension's own bookkeeping is used (``network_current_names``, ``netwo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,48 +122,68 @@ def forget(model: torch.nn.Module) -> None:
     """Take all networks out of a model's layers and drop the copies; the next use merges anew."""
     with torch.no_grad():
         for layer in model.modules():
-            if getattr(layer, "network_weights_backup", None) is None:
-                continue
-            slots = _slots(layer)
-            if slots is not None:
-                _restore(layer, slots)
-            else:
-                sys.modules["networks"].network_restore_weights_from_backup(layer)
-            _reset(layer)
+            if getattr(layer, "network_weights_backup", None) is not None:
+                slots = _slots(layer)
+                if slots is not None:
+                    _restore(layer, slots)
+                else:
+                    sys.modules["networks"].network_restore_weights_from_backup(layer)
+            if getattr(layer, "network_current_names", ()) != ():
+                _reset(layer)
+    record_of(model).merged.clear()
+
+
+def follow_settings(model: torch.nn.Module) -> None:
+    """Merge anew if another base for networks was chosen."""
+    record = record_of(model)
+    if record.lora_from_file != settings.lora_from_file():
+        record.lora_from_file = settings.lora_from_file()
+        forget(model)
 
 
 def _apply(networks: Any, record: Record, layer: Any, layer_name: str, slots: _Slots) -> None:
     wanted = _wanted_names(networks)
-    if not wanted:
+    if not any(_modules_for(net, layer, layer_name) for net in networks.loaded_networks):
+        # Not touched by these networks: whole again, and no copy is kept.
         _restore(layer, slots)
         _reset(layer)
+        record.merged.pop(layer, None)
+        layer.network_current_names = wanted
         return
     _back_up(layer, slots)
     backups = _restore(layer, slots)
     layer.network_current_names = ()
-    if any(_modules_for(net, layer, layer_name) for net in networks.loaded_networks):
-        originals = tuple(
-            _original(record, slot.owner, backup, slot.parameter.device) for slot, backup in zip(slots.weights, backups)
-        )
-        _collect(networks, layer, layer_name, slots, originals)
+    origins = [_original(record, slot.owner, stored) for slot, stored in zip(slots.weights, backups)]
+    originals = tuple(original for original, _ in origins)
+    _collect(networks, layer, layer_name, slots, originals)
+    try:
         _write(slots, originals)
+    except Exception:
+        _restore(layer, slots)
+        _reset(layer)
+        raise
+    record.merged[layer] = all(from_file for _, from_file in origins)
     layer.network_current_names = wanted
 
 
-def _original(record: Record, layer: Any, stored: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The unrounded weight of a layer in float32: from the checkpoint if it packs to the bits stored, else decoded."""
+def _original(record: Record, layer: Any, stored: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The unrounded weight of a layer in float32 on the layer's device, and whether it is exact.
+
+    It comes from the checkpoint file if what is found there packs to the bits stored, else it is decoded.
+    """
+    device = layer.weight.device if hasattr(layer, "weight") else layer.in_proj_weight.device
     stored = stored.to(device)
     if not isinstance(stored, QuantWeight):
-        return stored.float()
-    if settings.lora_from_file() and record.checkpoint is not None and layer in record.keys:
+        return stored.float(), True
+    if record.lora_from_file and record.checkpoint is not None and layer in record.keys:
         found = record.checkpoint.tensor(record.keys[layer])
         if found is not None and found.shape == stored.shape and found.is_floating_point():
             value = found.to(device, record.packing_dtype)
-            if record.trusted.get(layer) or stored.same_bits(pack(value, stored.format)):
-                record.trusted[layer] = True
-                return value.float()
-    record.trusted[layer] = False
-    return stored.dequantize(torch.float32)
+            if layer in record.trusted or stored.same_bits(pack(value, stored.format)):
+                record.trusted.add(layer)
+                return value.float(), True
+    record.trusted.discard(layer)
+    return stored.dequantize(torch.float32), False
 
 
 def _modules_for(net: Any, layer: Any, layer_name: str) -> tuple[Any, ...]:
@@ -271,8 +291,3 @@ def _up(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
         return value.float()
     return value
-
-
-def originals_in_use(record: Record) -> Iterator[bool]:
-    """For each layer that networks were merged into: whether its original came from the checkpoint file."""
-    yield from record.trusted.values()

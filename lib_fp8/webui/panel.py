@@ -11,7 +11,6 @@ from modules import sd_models
 
 from lib_fp8 import measure
 from lib_fp8.report import mebibytes
-from lib_fp8.webui import lora
 from lib_fp8.webui.storage import FULL_PRECISION, record_of
 from lib_fp8.webui.targets import find_targets
 
@@ -41,7 +40,7 @@ def status() -> dict[str, Any]:
                 "notes": list(report.notes),
             }
         )
-    from_file = list(lora.originals_in_use(record))
+    from_file = list(record.merged.values())
     return {
         "loaded": True,
         "enabled": record.applied != FULL_PRECISION,

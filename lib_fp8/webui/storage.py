@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -48,6 +48,8 @@ class Record:
         packing_dtype: dtype to which values of that file were rounded before packing, None if they were not.
         keys: layer to the name of its weight in that file.
         trusted: layers whose originals in the file were seen to pack to the very bits stored.
+        lora_from_file: whether networks are added to originals from the file; changes with the setting.
+        merged: layers that hold networks now, and whether their originals came from the file.
     """
 
     applied: Storage = FULL_PRECISION
@@ -57,7 +59,9 @@ class Record:
     checkpoint: CheckpointFile | None = None
     packing_dtype: torch.dtype | None = None
     keys: WeakKeyDictionary[torch.nn.Module, str] = field(default_factory=WeakKeyDictionary)
-    trusted: WeakKeyDictionary[torch.nn.Module, bool] = field(default_factory=WeakKeyDictionary)
+    trusted: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
+    lora_from_file: bool = True
+    merged: WeakKeyDictionary[torch.nn.Module, bool] = field(default_factory=WeakKeyDictionary)
 
 
 def record_of(model: torch.nn.Module) -> Record:
