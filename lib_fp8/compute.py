@@ -39,7 +39,7 @@ class _FrozenWeight:
     """A QuantWeight remembered for backward by reference, with autograd's check that it was not written meanwhile."""
 
     def __init__(self, weight: QuantWeight):
-        self._weight = weight.data  # shares the inner tensors, whatever is assigned to the layer later
+        self._weight: QuantWeight = weight.detach()  # type: ignore[assignment]  # shares the inner tensors, whatever is assigned to the layer later
         self._writes = weight.writes
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:

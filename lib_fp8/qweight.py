@@ -6,7 +6,9 @@ on the inner tensors, an op that writes into a QuantWeight unpacks, runs and pac
 given the decoded weight.
 
 What it cannot do: a view (``w.view(-1)``, ``w[0]``, ``w.t()``) is a decoded copy, so writing through a view does
-not reach the weight. ``w[index] = value``, ``w[index] += value`` and all whole-tensor in-place ops do.
+not reach the weight. ``w[index] = value``, ``w[index] += value`` and all whole-tensor in-place ops do. Nor can it
+stand behind a plain tensor: ``plain.data = w.data`` and ``torch.utils.dlpack.to_dlpack(w)`` do not ask it and are left
+without memory; ``plain.copy_(w)`` and ``torch.from_dlpack(w)`` give values.
 """
 
 from __future__ import annotations
@@ -136,6 +138,12 @@ class QuantWeight(torch.Tensor):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self.dequantize().__dlpack__(*args, **kwargs)
 
+    def share_memory_(self) -> QuantWeight:
+        for inner in self.packed:
+            if inner is not None:
+                inner.share_memory_()
+        return self
+
     def data_ptr(self) -> int:
         raise RuntimeError(
             f"This weight is stored as {self.format.name}; its memory holds no {self.dtype} values. "
@@ -181,19 +189,6 @@ class QuantWeight(torch.Tensor):
         plain = self.dequantize()
         plain[index] = value.dequantize() if isinstance(value, QuantWeight) else value
         self.store_(plain)
-
-    @property
-    def data(self) -> QuantWeight:
-        return _alias(None, self)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, QuantWeight):
-            value = QuantWeight.from_weight(value, self.format)
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # takes over shape, dtype and device
-        self.qdata, self.scale, self.format = value.qdata, value.scale, value.format
-        self._write_count = value._write_count
 
     @classmethod
     def __torch_function__(
@@ -267,14 +262,31 @@ def _has_compatible_shallow_copy_type(old: torch.Tensor, new: torch.Tensor) -> b
     return isinstance(old, QuantWeight) and isinstance(new, QuantWeight) and old.device == new.device
 
 
+@implements_function(torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+def _detach(weight: QuantWeight, *_: Any) -> QuantWeight:
+    with torch.inference_mode(False):  # torch cannot detach a wrapper in inference mode by itself
+        result = QuantWeight(weight.packed, weight.format, weight.dtype)
+    result._write_count = weight._write_count
+    return result
+
+
+@implements_function(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
+    assert isinstance(target, QuantWeight)  # torch does not ask when only the value is one
+    if not isinstance(value, QuantWeight):
+        value = QuantWeight.from_weight(value, target.format)
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.data.__set__(target, value)  # type: ignore[attr-defined]  # takes over shape, dtype and device
+    target.qdata, target.scale, target.format = value.qdata, value.scale, value.format
+    target._write_count = value._write_count
+
+
 _aten = torch.ops.aten
 
 
 @_implements_op(_aten.detach.default, _aten.alias.default)
 def _alias(func: Any, weight: QuantWeight) -> QuantWeight:
-    result = QuantWeight(weight.packed, weight.format, weight.dtype)
-    result._write_count = weight._write_count
-    return result
+    return _detach(weight)
 
 
 @_implements_op(_aten.clone.default)

@@ -162,19 +162,21 @@ def _apply(networks: Any, record: Record, layer: Any, layer_name: str, slots: _S
         _restore(layer, slots)
         _reset(layer)
         raise
-    record.merged[layer] = all(from_file for _, from_file in origins)
+    if packed := [exact for _, exact in origins if exact is not None]:
+        record.merged[layer] = all(packed)
     layer.network_current_names = wanted
 
 
-def _original(record: Record, layer: Any, stored: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """The unrounded weight of a layer in float32 on the layer's device, and whether it is exact.
+def _original(record: Record, layer: Any, stored: torch.Tensor) -> tuple[torch.Tensor, bool | None]:
+    """The unrounded weight of a layer in float32 on the layer's device, and whether it was found in the checkpoint.
 
-    It comes from the checkpoint file if what is found there packs to the bits stored, else it is decoded.
+    What is found there must pack to the very bits stored; otherwise the stored weight is decoded. A weight in full
+    precision is its own original (None).
     """
     device = layer.weight.device if hasattr(layer, "weight") else layer.in_proj_weight.device
     stored = stored.to(device)
     if not isinstance(stored, QuantWeight):
-        return stored.float(), True
+        return stored.float(), None
     if record.lora_from_file and record.checkpoint is not None and layer in record.keys:
         found = record.checkpoint.tensor(record.keys[layer])
         if found is not None and found.shape == stored.shape and found.is_floating_point():

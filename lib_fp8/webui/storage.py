@@ -49,7 +49,7 @@ class Record:
         keys: layer to the name of its weight in that file.
         trusted: layers whose originals in the file were seen to pack to the very bits stored.
         lora_from_file: whether networks are added to originals from the file; changes with the setting.
-        merged: layers that hold networks now, and whether their originals came from the file.
+        merged: 8-bit layers that hold networks now, and whether their originals came from the file.
     """
 
     applied: Storage = FULL_PRECISION
