@@ -1,0 +1,26 @@
+"""A fresh stand-in WebUI for each test, of each generation."""
+
+from __future__ import annotations
+
+import pytest
+
+from webui.host import Host, fresh_modules
+
+GENERATIONS = ("1.6", "1.8", "1.10")
+
+
+def _host(generation, tmp_path):
+    with fresh_modules(generation):
+        yield Host(generation, tmp_path)
+
+
+@pytest.fixture(params=GENERATIONS)
+def host(request, tmp_path):
+    """A WebUI of each generation; nothing is loaded yet."""
+    yield from _host(request.param, tmp_path)
+
+
+@pytest.fixture
+def newest(tmp_path):
+    """A WebUI of the newest generation, for what does not depend on it."""
+    yield from _host("1.10", tmp_path)

@@ -1,0 +1,299 @@
+"""Checkpoints and models: first load on the meta device, reload into a model of the same kind, several kept."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from modules import at_least, devices, errors, script_callbacks, sd_hijack, sd_unet, shared, tiny_models
+from modules.timer import Timer
+
+files_read = []
+conversions = []
+"""Names of the checkpoints that the WebUI's own conversion was run on."""
+checkpoints_list = {}
+checkpoint_aliases = {}
+
+
+class CheckpointInfo:
+    def __init__(self, filename):
+        self.filename = str(filename)
+        self.name = self.title = Path(filename).name
+        checkpoints_list[self.title] = checkpoint_aliases[self.title] = self
+
+
+class SdModelData:
+    def __init__(self):
+        self.sd_model = None
+        self.loaded_sd_models = []
+
+    def set_sd_model(self, v):
+        self.sd_model = v
+        self.loaded_sd_models = [v, *(other for other in self.loaded_sd_models if other is not v)]
+
+
+model_data = SdModelData()
+
+
+class SkipWritingToConfig:
+    skip = False
+
+    def __enter__(self):
+        SkipWritingToConfig.skip = True
+
+    def __exit__(self, *_):
+        SkipWritingToConfig.skip = False
+
+
+def select_checkpoint():
+    found = checkpoint_aliases.get(shared.opts.sd_model_checkpoint)
+    if found is None and not checkpoints_list:
+        raise FileNotFoundError("No checkpoints found.")
+    return found or next(iter(checkpoints_list.values()))
+
+
+def read_state_dict(checkpoint_file):
+    files_read.append(Path(checkpoint_file).name)
+    return safetensors.torch.load_file(checkpoint_file, device="cpu")
+
+
+def get_checkpoint_state_dict(checkpoint_info, timer):
+    return read_state_dict(checkpoint_info.filename)
+
+
+def _kind_of(state_dict):
+    if "model.diffusion_model.x_embedder.proj.weight" in state_dict:
+        return "sd3"
+    if any(key.startswith("conditioner.") for key in state_dict):
+        return "sdxl"
+    if any(key.startswith("cond_stage_model.model.") for key in state_dict):
+        return "sd2"
+    return "inpaint" if state_dict["model.diffusion_model.input_blocks.0.0.weight"].shape[1] == 9 else "sd1"
+
+
+@contextlib.contextmanager
+def _filling_meta_leaves(state_dict):
+    """Leaves of a model on the meta device become real one by one, right before their values arrive.
+
+    The values are taken out of the one dictionary that holds them, so that each is freed after its use.
+    """
+    leaves = (torch.nn.Module, torch.nn.Linear, torch.nn.Conv2d, torch.nn.MultiheadAttention)
+    leaves += (torch.nn.LayerNorm, torch.nn.GroupNorm)
+    dtype = None if shared.cmd_opts.no_half else torch.float16
+    before = [(cls, cls._load_from_state_dict) for cls in leaves]
+    whole = torch.nn.Module.load_state_dict
+
+    def filling(original):
+        def _load_from_state_dict(module, partial, prefix, *args):
+            used = []
+            for name, param in module._parameters.items():
+                if param is None:
+                    continue
+                key = prefix + name
+                value = state_dict.pop(key, None)
+                if value is not None:
+                    wanted = None if key.startswith("first_stage_model") else dtype
+                    partial[key] = value.to(dtype=wanted)
+                    used.append(key)
+                if param.is_meta:
+                    kind = param.dtype if value is None else value.dtype
+                    module._parameters[name] = torch.nn.Parameter(
+                        torch.zeros_like(param, device=devices.device, dtype=kind), requires_grad=False
+                    )
+            original(module, partial, prefix, *args)
+            for key in used:
+                partial.pop(key, None)
+
+        return _load_from_state_dict
+
+    def load_state_dict(module, given, strict=True):
+        if given is state_dict:
+            given = {key: value.to("meta") for key, value in given.items()}
+        return whole(module, given, strict=strict)
+
+    torch.nn.Module.load_state_dict = load_state_dict
+    for cls, original in before:
+        cls._load_from_state_dict = filling(original)
+    try:
+        yield
+    finally:
+        torch.nn.Module.load_state_dict = whole
+        for cls, original in before:
+            cls._load_from_state_dict = original
+
+
+if at_least(8):
+
+    def check_fp8(model):
+        if model is None:
+            return None
+        choice = shared.opts.fp8_storage
+        return choice == "Enable" or (choice == "Enable for SDXL" and getattr(model, "is_sdxl", False))
+
+
+def load_model_weights(model, checkpoint_info, state_dict, timer):
+    if at_least(8) and devices.fp8:
+        model.half()
+    if not SkipWritingToConfig.skip:
+        shared.opts.data["sd_model_checkpoint"] = checkpoint_info.title
+    if state_dict is None:
+        state_dict = get_checkpoint_state_dict(checkpoint_info, timer)
+    model.is_sdxl = hasattr(model, "conditioner")
+    model.load_state_dict(state_dict, strict=False)
+    if shared.cmd_opts.no_half:
+        model.float()
+    else:
+        vae, model.first_stage_model = model.first_stage_model, None
+        schedule, model.alphas_cumprod = model.alphas_cumprod, None
+        model.half()
+        model.first_stage_model, model.alphas_cumprod = vae, schedule
+    if at_least(8):
+        for module in model.modules():
+            vars(module).pop("fp16_weight", None)
+        devices.fp8 = bool(check_fp8(model))
+        if devices.fp8:
+            _convert(model)
+    model.first_stage_model.to(devices.dtype_vae)
+    model.sd_model_checkpoint = checkpoint_info.filename
+    model.sd_checkpoint_info = checkpoint_info
+
+
+def _convert(model):
+    conversions.append(model.kind)
+    vae, model.first_stage_model = model.first_stage_model, None
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Conv2d, torch.nn.Linear)):
+            if shared.opts.cache_fp16_weight:
+                module.fp16_weight = module.weight.data.clone().cpu().half()
+            module.to(torch.float8_e4m3fn)
+    model.first_stage_model = vae
+
+
+def get_empty_cond(sd_model):
+    if (networks := sys.modules.get("networks")) is not None:
+        networks.loaded_networks.clear()  # extra networks are activated for a prompt that names none
+    return sd_model.get_learned_conditioning([""])
+
+
+def send_model_to_cpu(m):
+    if m is not None:
+        m.to(devices.cpu)
+    devices.torch_gc()
+
+
+def send_model_to_device(m):
+    m.to(devices.device)
+
+
+def send_model_to_trash(m):
+    m.to(device="meta")
+    devices.torch_gc()
+
+
+def load_model(checkpoint_info=None, already_loaded_state_dict=None):
+    checkpoint_info = checkpoint_info or select_checkpoint()
+    timer = Timer()
+    if model_data.sd_model:
+        send_model_to_trash(model_data.sd_model)
+        model_data.sd_model = None
+    state_dict = already_loaded_state_dict or get_checkpoint_state_dict(checkpoint_info, timer)
+    kind = _kind_of(state_dict)
+    if shared.cmd_opts.disable_model_loading_ram_optimization:
+        sd_model, filling = tiny_models.StableDiffusion(kind), contextlib.nullcontext()
+    else:
+        with torch.device("meta"):
+            sd_model = tiny_models.StableDiffusion(kind)
+        filling = _filling_meta_leaves(state_dict)
+    sd_model.requires_grad_(False)
+    sd_model.used_config = kind
+    with filling:
+        load_model_weights(sd_model, checkpoint_info, state_dict, timer)
+    send_model_to_device(sd_model)
+    sd_hijack.model_hijack.hijack(sd_model)
+    sd_model.eval()
+    model_data.set_sd_model(sd_model)
+    script_callbacks.model_loaded_callback(sd_model)
+    with devices.autocast(), torch.no_grad():
+        sd_model.cond_stage_model_empty_prompt = get_empty_cond(sd_model)
+    return sd_model
+
+
+def _reuse_loaded(sd_model, checkpoint_info):
+    if at_least(9) and sd_model is not None and sd_model.sd_checkpoint_info.filename == checkpoint_info.filename:
+        return sd_model
+    loaded = model_data.loaded_sd_models
+    found = next((m for m in loaded if m.sd_checkpoint_info.filename == checkpoint_info.filename), None)
+    limit = shared.opts.sd_checkpoints_limit
+    if found is not None:
+        model_data.set_sd_model(found)
+        if not SkipWritingToConfig.skip:
+            shared.opts.data["sd_model_checkpoint"] = found.sd_checkpoint_info.title
+        return found
+    if limit > 1 and len(loaded) < limit:
+        model_data.sd_model = None
+        load_model(checkpoint_info)
+        return model_data.sd_model
+    if loaded:
+        model_data.sd_model = loaded.pop()
+        return model_data.sd_model
+    return None
+
+
+def _reload(sd_model, info, forced_reload):
+    checkpoint_info = info or select_checkpoint()
+    timer = Timer()
+    sd_model = sd_model or model_data.sd_model
+    current = None if sd_model is None else sd_model.sd_checkpoint_info
+    if sd_model is not None:
+        if at_least(8) and check_fp8(sd_model) != devices.fp8:
+            forced_reload = True
+        elif sd_model.sd_model_checkpoint == checkpoint_info.filename and not forced_reload:
+            return sd_model
+    sd_model = _reuse_loaded(sd_model, checkpoint_info)
+    if not forced_reload and sd_model is not None and sd_model.sd_checkpoint_info.filename == checkpoint_info.filename:
+        return sd_model
+    if sd_model is not None:
+        sd_unet.apply_unet("None")
+        send_model_to_cpu(sd_model)
+        sd_hijack.model_hijack.undo_hijack(sd_model)
+    state_dict = get_checkpoint_state_dict(checkpoint_info, timer)
+    if sd_model is None or _kind_of(state_dict) != sd_model.used_config:
+        if sd_model is not None:
+            send_model_to_trash(sd_model)
+        load_model(checkpoint_info, already_loaded_state_dict=state_dict)
+        return model_data.sd_model
+    try:
+        load_model_weights(sd_model, checkpoint_info, state_dict, timer)
+    except Exception:
+        errors.report("Failed to load checkpoint, restoring previous")
+        load_model_weights(sd_model, current, None, timer)
+        raise
+    finally:
+        sd_hijack.model_hijack.hijack(sd_model)
+        sd_model.to(devices.device)
+        script_callbacks.model_loaded_callback(sd_model)
+    model_data.set_sd_model(sd_model)
+    sd_unet.apply_unet()
+    return sd_model
+
+
+if at_least(8):
+
+    def reload_model_weights(sd_model=None, info=None, forced_reload=False):
+        return _reload(sd_model, info, forced_reload)
+else:
+
+    def reload_model_weights(sd_model=None, info=None):
+        return _reload(sd_model, info, False)
+
+
+def unload_model_weights(sd_model=None, info=None):
+    if at_least(7):
+        send_model_to_cpu(sd_model or shared.sd_model)
+    elif model_data.sd_model:
+        model_data.sd_model.to(devices.cpu)
+        sd_hijack.model_hijack.undo_hijack(model_data.sd_model)
+        model_data.sd_model = None
+    return sd_model

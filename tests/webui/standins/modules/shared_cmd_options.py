@@ -1,0 +1,11 @@
+"""The command line."""
+
+from types import SimpleNamespace
+
+cmd_opts = SimpleNamespace(
+    no_half=False,
+    precision="autocast",
+    freeze_settings=False,
+    disable_console_progressbars=True,
+    disable_model_loading_ram_optimization=False,
+)

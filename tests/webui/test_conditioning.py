@@ -1,0 +1,55 @@
+"""The cache of encoded prompts (T-28)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+ON = {"fp8_storage": "Enable"}
+
+
+@pytest.fixture
+def ready(host):
+    host.checkpoint()
+    return host.start(**ON)
+
+
+def encoded(host, **overrides):
+    """How often a job had to encode its prompt, and what it used."""
+    p = host.job(**overrides)
+    return p.encoded, p.c
+
+
+def test_the_same_storage_uses_the_cache(ready):
+    assert [encoded(ready)[0] for _ in range(3)] == [1, 0, 0]
+
+
+def test_another_storage_of_the_text_encoder_does_not(ready):
+    full = encoded(ready)[1]
+    times, packed = encoded(ready, fp8_clip_l=True)
+    assert times == 1
+    assert not torch.equal(packed, full)
+    times, other = encoded(ready, fp8_clip_l=True, fp8_format="int8")
+    assert times == 1
+    assert not torch.equal(other, packed)
+    times, again = encoded(ready)
+    assert times == 1
+    assert torch.equal(again, full)
+
+
+def test_what_does_not_touch_it_does(ready):
+    encoded(ready)
+    assert encoded(ready, fp8_format="int8")[0] == 0
+    assert encoded(ready, fp8_lora="8-bit weights")[0] == 0
+
+
+def test_the_key_is_the_hosts_own_again_afterwards(host):
+    host.checkpoint()
+    host.start(extension=False)
+    processing = host.processing.StableDiffusionProcessing
+    before = processing.cached_params
+    host.reload_ui()
+    assert processing.cached_params is not before
+    host.reload_ui()
+    host.reload_ui(extension=False)
+    assert processing.cached_params is before

@@ -1,0 +1,606 @@
+"""Networks through the Lora extension: summed over the original, rounded once, and taken out without a trace."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import pytest
+import torch
+from helpers import FORMAT_NAMES, assert_packed_like, decoded, need_format, reference_pack
+
+from lib_fp8 import QuantWeight
+from webui.host import known_bug
+
+BLOCK = "diffusion_model_input_blocks_1_0_in_layers_2"  # 3x3 convolution, has a bias
+TO_Q = "diffusion_model_middle_block_0_to_q"  # has no bias
+TO_OUT = "diffusion_model_middle_block_0_to_out_0"  # has a bias
+KEPT = "diffusion_model_time_embed_0"  # stays in full precision
+CLIP = "transformer_text_model_encoder_layers_0_mlp_fc1"
+ATTENTION = "model_transformer_resblocks_0_attn"
+PARTS = tuple(ATTENTION + part for part in ("_q_proj", "_k_proj", "_v_proj", "_out_proj"))
+QKV = "diffusion_model_joint_blocks_0_attn_qkv"
+IN_8_BITS = (BLOCK, TO_Q, TO_OUT, CLIP)
+LINEAR_AND_CONV = (*IN_8_BITS, KEPT)
+ON = {"fp8_storage": "Enable", "fp8_clip_l": True, "fp8_open_clip": True}
+
+
+@pytest.fixture
+def sd1(host):
+    host.checkpoint()
+    return host.start(**ON)
+
+
+def key_of(layer_name, host):
+    """The name of a layer's weight in the checkpoint."""
+    layer = host.layers[layer_name]
+    name = next(name for name, module in host.model.named_modules() if module is layer)
+    return name.replace("wrapped.", "") + ".weight"
+
+
+def coarse(*shape, rng):
+    """Factors of which products and sums, over float16 weights, are exact in float32: all orders give the same."""
+    return torch.randint(-8, 9, shape, generator=rng) / 64
+
+
+def fine(*shape, rng):
+    """Factors of the ordinary kind."""
+    return torch.randn(shape, generator=rng) * 0.1
+
+
+class Nets:
+    """Makes networks, and knows by float64 what they must add."""
+
+    def __init__(self, host, rng):
+        self.host, self.rng = host, rng
+
+    def make(self, name, layers=LINEAR_AND_CONV, factors=coarse, dtype=torch.float32, bias=False, multiplier=1.0):
+        net = self.host.networks.Network(name)
+        net.unet_multiplier = multiplier
+        for layer_name in layers:
+            rows, columns = self.shape(layer_name)
+            net.modules[layer_name] = self.host.networks.NetworkModule(
+                net,
+                up=factors(rows, 2, rng=self.rng).to(dtype),
+                down=factors(2, columns, rng=self.rng).to(dtype),
+                bias=factors(rows, rng=self.rng).to(dtype) if bias else None,
+            )
+        return net
+
+    def full(self, name, layer_name):
+        """A network with a full delta, which needs no arithmetic in half precision of torch on the CPU."""
+        net = self.host.networks.Network(name)
+        net.modules[layer_name] = self.host.networks.NetworkModule(
+            net, diff=coarse(*self.shape(layer_name), rng=self.rng)
+        )
+        return net
+
+    def shape(self, layer_name):
+        for ending in ("_q_proj", "_k_proj", "_v_proj"):
+            if layer_name.endswith(ending):
+                weight = self.weight(layer_name.removesuffix(ending))
+                return weight.shape[0] // 3, weight.shape[1]
+        if layer_name.endswith("_out_proj"):
+            return self.host.layers[layer_name.removesuffix("_out_proj")].out_proj.weight.shape
+        weight = self.weight(layer_name)
+        return weight.shape[0], weight.shape[1:].numel()
+
+    def weight(self, layer_name):
+        layer = self.host.layers[layer_name]
+        return getattr(layer, "in_proj_weight", None) if hasattr(layer, "in_proj_weight") else layer.weight
+
+    def original(self, layer_name):
+        """What the file holds, as the WebUI loads it."""
+        return self.host.values()[key_of(layer_name, self.host)].half()
+
+    def expected(self, layer_name, networks, base=None):
+        """The weight with networks merged, unrounded, in float64."""
+        total = (self.original(layer_name) if base is None else base).double()
+        for net in networks:
+            if (module := net.modules.get(layer_name)) is not None:
+                total = total + (module.up.double() @ module.down.double()).reshape(total.shape) * net.unet_multiplier
+        return total
+
+    def assert_merged(self, *networks, layers=LINEAR_AND_CONV, base=None):
+        """Every layer holds the sum over the original (or over ``base(layer_name)``), rounded once."""
+        for layer_name in layers:
+            start = None if base is None else base(layer_name)
+            assert_rounded_once(self.weight(layer_name), self.expected(layer_name, networks, start))
+
+
+def assert_rounded_once(weight, exact):
+    if isinstance(weight, QuantWeight):
+        name = weight.format.name
+        assert_packed_like(weight.qdata, weight.scale, reference_pack(exact.float(), name), name)
+    else:
+        assert torch.equal(weight, exact.to(weight.dtype))
+
+
+@pytest.fixture
+def nets(request, rng):
+    """For the one host of the test."""
+    return Nets(request.getfixturevalue(next(name for name in request.fixturenames if name in ("host", "newest"))), rng)
+
+
+class TestAnyOrderOfUse:
+    """T-11, L8: none, A, weaker A, A and B, B, none, A: each as if nothing had been there before."""
+
+    def walk(self, host, nets):
+        base = host.fingerprint()
+        a, b = nets.make("a"), nets.make("b")
+        for multiplier, used in ((1, [a]), (0.5, [a]), (1, [a, b]), (1, [b]), (1, []), (1, [a]), (2, [b, a]), (1, [])):
+            a.unet_multiplier = multiplier
+            host.run_networks(*used)
+            nets.assert_merged(*used)
+        assert host.fingerprint() == base
+        assert host.networks.extra_network_lora.errors == {}
+
+    def test_each_generation(self, sd1, nets):
+        self.walk(sd1, nets)
+
+    @pytest.mark.parametrize("format_name", FORMAT_NAMES)
+    def test_each_format(self, newest, nets, format_name):
+        need_format(format_name)
+        newest.checkpoint()
+        newest.start(fp8_format=format_name, **ON)
+        self.walk(newest, nets)
+
+    def test_no_drift(self, sd1, nets):
+        base, a = sd1.fingerprint(), nets.make("a", factors=fine)
+        sd1.run_networks(a)
+        merged = sd1.fingerprint()
+        for _ in range(10):
+            sd1.run_networks()
+            assert sd1.fingerprint() == base
+            sd1.run_networks(a)
+            assert sd1.fingerprint() == merged
+
+    def test_nothing_is_merged_twice(self, sd1, nets, monkeypatch):
+        a = nets.make("a")
+        sd1.run_networks(a)
+        monkeypatch.setattr(a.modules[TO_Q], "calc_updown", lambda weight: pytest.fail("merged again"))
+        sd1.run_networks(a)
+        nets.assert_merged(a)
+
+    @known_bug("W5: networks that others change in place under the same name and strength are not merged again")
+    def test_a_network_changed_in_place(self, sd1, nets):
+        a = nets.make("a")
+        sd1.run_networks(a)
+        a.modules[TO_Q].up *= 2
+        sd1.run_networks(a)
+        nets.assert_merged(a)
+
+    def test_pictures(self, sd1, nets):
+        """Through the forward of the layers, as the WebUI merges."""
+        before = sd1.job().pictures[0]
+        sd1.networks.loaded_networks[:] = [nets.make("a", multiplier=8)]
+        assert not torch.equal(sd1.job().pictures[0], before)
+        sd1.networks.loaded_networks.clear()
+        assert torch.equal(sd1.job().pictures[0], before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_the_order_of_networks_does_not_matter(host, nets, count):
+    """L1: a sum has no last one that wins. In float32 the layers that are kept show the last bit."""
+    host.shared.cmd_opts.no_half = True
+    host.checkpoint()
+    host.start(**ON)
+    networks = [nets.make(name, factors=fine) for name in "abcd"[:count]]
+    seen = []
+    for order in list(itertools.permutations(networks))[:: max(1, count - 2)]:
+        host.run_networks(*order)
+        seen.append(host.fingerprint())
+    assert all(other == seen[0] for other in seen)
+
+
+def test_small_deltas_are_not_rounded_away(sd1, nets):
+    """L3: as much of the delta is left as rounding the exact sum leaves of it, at any strength."""
+    for multiplier in (1 / 64, 1 / 8, 1):
+        a = nets.make("a", multiplier=multiplier)
+        sd1.run_networks(a)
+        nets.assert_merged(a)
+
+
+class TestKindsOfLayers:
+    def attention_exact(self, host, nets, networks):
+        prefix = "cond_stage_model.model.transformer.resblocks.0.attn."
+        values = host.values()
+        in_proj, out = (values[prefix + name].half().double() for name in ("in_proj_weight", "out_proj.weight"))
+        for net in networks:
+            q, k, v, o = (net.modules[part].up.double() @ net.modules[part].down.double() for part in PARTS)
+            in_proj, out = in_proj + torch.cat([q, k, v]), out + o
+        return in_proj, out
+
+    def test_attention_whole(self, host, nets):
+        """L2: all four projections, the fused ones too, and no error counted."""
+        host.checkpoint(kind="sd2")
+        host.start(**ON)
+        base, attention = host.fingerprint(), host.layers[ATTENTION]
+        assert isinstance(attention.out_proj.weight, QuantWeight)
+        a, b = (nets.make(name, PARTS, bias=True) for name in "ab")
+        bias = attention.out_proj.bias.clone()
+        for used in ([a], [b, a], [b]):
+            host.run_networks(*used)
+            in_proj, out = self.attention_exact(host, nets, used)
+            assert_rounded_once(attention.in_proj_weight, in_proj)
+            assert_rounded_once(attention.out_proj.weight, out)
+            added = sum(net.modules[PARTS[3]].bias for net in used)
+            assert torch.equal(attention.out_proj.bias, (bias.double() + added.double()).half())
+        assert host.networks.extra_network_lora.errors == {}
+        host.run_networks()
+        assert host.fingerprint() == base
+
+    @pytest.mark.parametrize("part", PARTS)
+    def test_attention_or_nothing_of_it(self, host, nets, part, monkeypatch):
+        """L2: one projection that fails leaves none of the others behind."""
+        host.checkpoint(kind="sd2")
+        host.start(**ON)
+        attention, bad, good = host.layers[ATTENTION], nets.make("bad", PARTS), nets.make("good", PARTS)
+        monkeypatch.setattr(bad.modules[part], "calc_updown", raising(RuntimeError))
+        host.run_networks(bad, good)
+        in_proj, out = self.attention_exact(host, nets, [good])
+        assert_rounded_once(attention.in_proj_weight, in_proj)
+        assert_rounded_once(attention.out_proj.weight, out)
+
+    def test_fused_query_key_value(self, newest, nets):
+        """L6: SD3's Linear subclass."""
+        newest.checkpoint(kind="sd3")
+        newest.start(**ON)
+        base, layer = newest.fingerprint(), newest.layers[QKV]
+        assert isinstance(layer.weight, QuantWeight)
+        parts = [QKV + part for part in ("_q_proj", "_k_proj", "_v_proj")]
+        a, b = nets.make("a", parts), nets.make("b", parts)
+        newest.run_networks(a, b)
+        exact = nets.original(QKV).double()
+        for net in (a, b):
+            exact += torch.cat([net.modules[part].up.double() @ net.modules[part].down.double() for part in parts])
+        assert_rounded_once(layer.weight, exact)
+        newest.run_networks()
+        assert newest.fingerprint() == base
+
+    @pytest.mark.parametrize("keep", ["", "input_blocks"], ids=["in 8 bits", "kept"])
+    def test_nine_channels_and_a_network_for_four(self, host, nets, keep):
+        """L21: inpainting models."""
+        host.checkpoint(kind="inpaint")
+        host.start(fp8_keep_layers=keep, **ON)
+        name, base = "diffusion_model_input_blocks_0_0", host.fingerprint()
+        weight = host.layers[name].weight
+        assert isinstance(weight, QuantWeight) == (keep == "")
+        net = host.networks.Network("a")
+        delta = coarse(16, 4, 3, 3, rng=nets.rng)
+        net.modules[name] = host.networks.NetworkModule(net, diff=delta)
+        host.run_networks(net)
+        exact = nets.original(name).double()
+        exact[:, :4] += delta
+        assert_rounded_once(weight, exact)
+        host.run_networks()
+        assert host.fingerprint() == base
+
+    def test_norms_are_left_to_the_host(self, sd1, nets):
+        name, base = "diffusion_model_out_0", sd1.fingerprint()
+        net = nets.make("a")
+        delta = coarse(16, rng=nets.rng)
+        net.modules[name] = sd1.networks.NetworkModule(net, diff=delta)
+        before = sd1.layers[name].weight.clone()
+        sd1.run_networks(net)
+        assert torch.allclose(sd1.layers[name].weight.float(), before.float() + delta, atol=2e-3)
+        nets.assert_merged(net)
+        sd1.lora.forget(sd1.model)
+        assert sd1.fingerprint() == base
+
+    def test_full_precision_is_left_to_the_host(self, host, nets, monkeypatch):
+        host.checkpoint()
+        host.start()
+        monkeypatch.setattr(host.lora, "_apply", lambda *_: pytest.fail("not ours"))
+        host.run_networks(nets.full("a", TO_Q))
+        assert not torch.equal(host.layers[TO_Q].weight, nets.original(TO_Q))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
+class TestBiases:
+    """L4, L7, T-13: a bias delta, to a layer that has a bias or has none, whatever the dtype of the network."""
+
+    def test_added_and_taken_out(self, sd1, nets, dtype):
+        base, a = sd1.fingerprint(), nets.make("a", dtype=dtype, bias=True)
+        before = sd1.layers[TO_OUT].bias.clone()
+        sd1.run_networks(a)
+        nets.assert_merged(a)
+        added = a.modules[TO_OUT].bias
+        assert torch.equal(sd1.layers[TO_OUT].bias, (before.double() + added.double()).half())
+        new = sd1.layers[TO_Q].bias
+        assert isinstance(new, torch.nn.Parameter)
+        assert not new.requires_grad
+        assert torch.equal(new, a.modules[TO_Q].bias.half())
+        sd1.run_networks()
+        assert sd1.layers[TO_Q].bias is None
+        assert sd1.fingerprint() == base
+
+    def test_of_several_networks(self, sd1, nets, dtype):
+        a, b = nets.make("a", dtype=dtype, bias=True), nets.make("b", dtype=dtype, bias=True, multiplier=0.5)
+        sd1.run_networks(a, b)
+        total = a.modules[TO_Q].bias.double() + b.modules[TO_Q].bias.double() / 2
+        assert torch.equal(sd1.layers[TO_Q].bias, total.half())
+        sd1.run_networks(a)
+        assert torch.equal(sd1.layers[TO_Q].bias, a.modules[TO_Q].bias.half())
+
+
+def raising(kind):
+    def calc_updown(orig_weight):
+        raise kind("no kernel, says the test")
+
+    return calc_updown
+
+
+class TestNetworksThatDoNotFit:
+    @pytest.mark.parametrize("kind", [RuntimeError, TypeError, ValueError, AssertionError])
+    def test_one_that_raises_is_left_out_and_told_once(self, sd1, nets, kind, monkeypatch, capsys):
+        good, bad, worse = nets.make("good"), nets.make("bad"), nets.make("worse")
+        for net in (bad, worse):
+            for module in net.modules.values():
+                monkeypatch.setattr(module, "calc_updown", raising(kind))
+        sd1.run_networks(bad, good, worse)
+        nets.assert_merged(good)
+        layers = len(LINEAR_AND_CONV)
+        assert sd1.networks.extra_network_lora.errors == {"bad": layers, "worse": layers}
+        said = capsys.readouterr().err.splitlines()
+        assert [line.split()[3] for line in said] == ["bad", "worse"]
+        assert all("no kernel, says the test" in line for line in said)
+
+    def test_one_that_fits_some_layers_acts_there(self, sd1, nets, monkeypatch):
+        a = nets.make("a")
+        monkeypatch.setattr(a.modules[TO_Q], "calc_updown", raising(RuntimeError))
+        sd1.run_networks(a)
+        nets.assert_merged(a, layers=[name for name in LINEAR_AND_CONV if name != TO_Q])
+        nets.assert_merged(layers=[TO_Q])
+
+    def test_one_of_the_wrong_shape(self, sd1, nets, capsys):
+        good, bad = nets.make("good"), nets.make("bad", [TO_Q], bias=True)
+        bad.modules[TO_Q].down = coarse(2, 7, rng=nets.rng)
+        sd1.run_networks(bad, good)
+        nets.assert_merged(good)
+        assert sd1.layers[TO_Q].bias is None
+        said = capsys.readouterr().err
+        assert "bad" in said
+        assert "(16, 7)" in said
+
+    @pytest.mark.parametrize("layer_name", [TO_Q, TO_OUT])
+    def test_one_with_a_bias_of_the_wrong_shape(self, sd1, nets, layer_name):
+        good, bad = nets.make("good"), nets.make("bad", [layer_name], bias=True)
+        bad.modules[layer_name].bias = coarse(7, rng=nets.rng)
+        sd1.run_networks(bad, good)
+        nets.assert_merged(good)
+        assert sd1.networks.extra_network_lora.errors == {"bad": 1}
+        assert sd1.job().pictures
+
+    def test_one_that_fails_is_no_reason_to_merge_again(self, sd1, nets, monkeypatch):
+        bad = nets.make("bad")
+        for module in bad.modules.values():
+            monkeypatch.setattr(module, "calc_updown", raising(RuntimeError))
+        sd1.run_networks(bad)
+        sd1.run_networks(bad)
+        assert sd1.networks.extra_network_lora.errors == {"bad": len(LINEAR_AND_CONV)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_factors_are_multiplied_in_float32(sd1, nets, dtype, monkeypatch):
+    a = nets.make("a", factors=fine, dtype=dtype)
+    seen = {}
+    for name, module in a.modules.items():
+        calc = module.calc_updown
+
+        def spy(orig_weight, calc=calc, name=name):
+            assert orig_weight.dtype == torch.float32
+            seen[name] = calc(orig_weight)[0]
+            return seen[name], None
+
+        monkeypatch.setattr(module, "calc_updown", spy)
+    sd1.run_networks(a)
+    for name in LINEAR_AND_CONV:
+        module = a.modules[name]
+        exact = (module.up.double() @ module.down.double()).reshape(seen[name].shape)
+        in_half = exact.to(dtype).double()
+        assert seen[name].dtype == torch.float32
+        assert (seen[name].double() - exact).abs().max() < 1e-7
+        assert (in_half - exact).abs().max() > 1e-6
+
+
+class TestSource:
+    """Where the originals come from, and that the panel says so."""
+
+    def decoded_base(self, host):
+        """What is in 8 bits now, as the base; copied before anything is merged."""
+        weights = {name: host.layers[name].weight for name in IN_8_BITS}
+        return {name: decoded(weight, torch.float32) for name, weight in weights.items()}.__getitem__
+
+    def sources(self, host):
+        status = host.panel.status()
+        return status["lora_layers_from_checkpoint"], status["lora_layers_from_8_bit"]
+
+    def test_the_checkpoint_file(self, sd1, nets):
+        a = nets.make("a", IN_8_BITS)
+        sd1.run_networks(a)
+        nets.assert_merged(a, layers=IN_8_BITS)
+        assert self.sources(sd1) == (4, 0)
+
+    def test_the_8_bit_weights_by_option(self, sd1, nets):
+        sd1.set(fp8_lora="8-bit weights")
+        base, a = self.decoded_base(sd1), nets.make("a", IN_8_BITS)
+        sd1.run_networks(a)
+        nets.assert_merged(a, layers=IN_8_BITS, base=base)
+        assert self.sources(sd1) == (0, 4)
+
+    @pytest.mark.parametrize("change", ["gone", "replaced", "touched"])
+    def test_a_file_that_changed_is_not_the_original(self, sd1, nets, change):
+        base, a = self.decoded_base(sd1), nets.make("a", IN_8_BITS)
+        path = sd1.folder / "a.safetensors"
+        if change == "gone":
+            path.unlink()
+        elif change == "replaced":
+            sd1.checkpoint("a", seed=9)
+        else:
+            path.write_bytes(path.read_bytes()[:-1])
+        sd1.run_networks(a)
+        nets.assert_merged(a, layers=IN_8_BITS, base=base)
+        assert self.sources(sd1) == (0, 4)
+        assert "a.safetensors has changed on disk or cannot be read" in sd1.panel.status()["lora_problem"]
+
+    def test_a_file_that_was_replaced_before_the_conversion(self, host, nets):
+        """The model in memory is converted in place; the file is another one by then."""
+        host.checkpoint()
+        host.start()
+        host.checkpoint("a", seed=9)
+        host.set(**ON)
+        base, a = self.decoded_base(host), nets.make("a", IN_8_BITS)
+        host.run_networks(a)
+        nets.assert_merged(a, layers=IN_8_BITS, base=base)
+        assert self.sources(host) == (0, 4)
+
+    def test_weights_that_another_extension_merged_in_memory(self, host, nets):
+        """Trusted layer by layer: only the layers that were changed lose their originals."""
+        host.checkpoint()
+        host.start()
+        with torch.no_grad():
+            host.layers[TO_Q].weight.mul_(1.5)
+        host.set(**ON)
+        base, a = self.decoded_base(host), nets.make("a", IN_8_BITS)
+        host.run_networks(a)
+        nets.assert_merged(a, layers=[TO_Q], base=base)
+        nets.assert_merged(a, layers=[name for name in IN_8_BITS if name != TO_Q])
+        assert self.sources(host) == (3, 1)
+
+    def test_a_float32_file(self, host, nets):
+        """The WebUI rounds to float16 while loading, and so must the original be."""
+        host.checkpoint(dtype=torch.float32)
+        host.start(**ON)
+        a = nets.make("a", IN_8_BITS)
+        host.run_networks(a)
+        nets.assert_merged(a, layers=IN_8_BITS)
+        assert self.sources(host) == (4, 0)
+
+    def test_the_file_is_let_go_after_a_job(self, sd1, nets):
+        """A mapped file can be neither replaced nor deleted on Windows."""
+        sd1.networks.loaded_networks[:] = [nets.make("a", IN_8_BITS)]
+        sd1.job()
+        assert self.sources(sd1)[0] == 4
+        assert sd1.storage.record_of(sd1.model).checkpoint._file is None
+
+
+def test_backups_are_kept_in_8_bits(sd1, nets):
+    """L9: no full-precision copy of the model in memory."""
+
+    def backups():
+        return {name: layer.network_weights_backup for name, layer in sd1.layers.items() if name in LINEAR_AND_CONV}
+
+    sd1.run_networks(nets.make("a"))
+    assert {name: isinstance(copy, QuantWeight) for name, copy in backups().items()} == {
+        name: name in IN_8_BITS for name in LINEAR_AND_CONV
+    }
+    sd1.run_networks()
+    assert set(backups().values()) == {None}
+
+
+class TestChangesWhileMerged:
+    """Networks are in the weights while the storage, the checkpoint or the extension changes."""
+
+    @pytest.fixture
+    def bits(self, host):
+        """In full precision, and in 8 bits."""
+        host.checkpoint()
+        host.start()
+        plain = host.fingerprint()
+        host.set(**ON)
+        return plain, host.fingerprint()
+
+    def test_switching_on_converts_the_originals(self, host, bits, nets):
+        host.set(fp8_storage="Disable")
+        a = nets.make("a", [TO_Q, TO_OUT, KEPT], dtype=torch.float16, bias=True)
+        host.run_networks(a)
+        host.set(**ON)
+        assert host.fingerprint() == bits[1]
+        host.run_networks(a)
+        nets.assert_merged(a)
+        host.run_networks()
+        assert host.fingerprint() == bits[1]
+
+    def test_switching_off_gives_the_originals(self, host, bits, nets):
+        host.run_networks(nets.make("a", bias=True))
+        host.set(fp8_storage="Disable")
+        assert host.fingerprint() == bits[0]
+        host.run_networks()
+        assert host.fingerprint() == bits[0]
+
+    def test_another_format(self, host, bits, nets):
+        a = nets.make("a")
+        host.run_networks(a)
+        host.set(fp8_format="int8")
+        host.run_networks(a)
+        nets.assert_merged(a)
+
+    def test_another_checkpoint_and_back(self, host, bits, nets):
+        info, other = host.model.sd_checkpoint_info, host.checkpoint("b", seed=2)
+        a = nets.make("a")
+        host.run_networks(a)
+        host.switch_to(other)
+        host.assert_packed("b", FORMAT_NAMES[0])
+        host.run_networks(a)
+        host.switch_to(info)
+        assert host.fingerprint() == bits[1]
+        host.run_networks(a)
+        nets.assert_merged(a)
+
+    def test_forget(self, host, bits, nets):
+        a = nets.make("a", bias=True)
+        host.run_networks(a)
+        host.lora.forget(host.model)
+        assert host.fingerprint() == bits[1]
+        assert all(getattr(layer, "network_weights_backup", None) is None for layer in host.layers.values())
+        host.run_networks(a)
+        nets.assert_merged(a)
+
+    def test_the_hosts_code_restores_the_bits(self, host, bits, nets):
+        """The patch is gone, the networks are still in. (up to 1.9 it keeps a bias that was not there before.)"""
+        host.run_networks(nets.make("a", [BLOCK, TO_OUT, KEPT, CLIP], bias=True))
+        sys.modules["lib_fp8.webui"]._patches.undo()
+        host.run_networks()
+        assert host.fingerprint() == bits[1]
+
+    def test_the_hosts_code_merges_where_the_patch_is_missing(self, host, bits, nets):
+        """Correct, if noisier: design.md, LoRA."""
+        sys.modules["lib_fp8.webui"]._patches.undo()
+        a = nets.full("a", TO_Q)
+        exact = nets.original(TO_Q).double() + a.modules[TO_Q].diff.double()
+        host.run_networks(a)
+        error = (host.layers[TO_Q].weight.dequantize().double() - exact).norm() / exact.norm()
+        assert error < 0.06
+        host.run_networks()
+        assert host.fingerprint() == bits[1]
+
+    def test_the_extension_is_switched_off(self, host, bits, nets):
+        host.run_networks(nets.make("a", bias=True))
+        host.opts.fp8_storage = "Enable for SDXL"  # the WebUI's own conversion stays out of it
+        host.reload_ui(extension=False)
+        assert host.fingerprint() == bits[0]
+        host.run_networks(nets.full("b", TO_Q), nets.full("c", KEPT))
+        host.run_networks()
+        assert host.fingerprint() == bits[0]
+
+    def test_reload_ui(self, host, bits, nets):
+        """T-23: Lora's own patches are taken off and put on again around ours."""
+        a, b = nets.make("a"), nets.make("b")
+        host.run_networks(a)
+        host.reload_ui()
+        host.run_networks(a, b)
+        nets.assert_merged(a, b)
+        host.reload_ui()
+        host.run_networks()
+        assert host.fingerprint() == bits[1]
+
+
+def test_without_the_lora_extension(host):
+    host.checkpoint()
+    host.start(lora=False)
+    assert "networks" not in sys.modules
+    assert host.set(**ON) == [True] * 3
+    host.assert_packed("a", FORMAT_NAMES[0])
+    host.lora.forget(host.model)
+    assert host.job().pictures
