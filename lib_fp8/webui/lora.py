@@ -40,7 +40,9 @@ def _applying(original: Callable[..., None]) -> Callable[..., None]:
 
     def network_apply_weights(self: torch.nn.Module) -> None:
         layer_name = getattr(self, "network_layer_name", None)
-        if layer_name is None or getattr(self, "network_current_names", ()) == _wanted_names(networks):
+        if layer_name is None:
+            return
+        if getattr(self, "network_current_names", ()) == _wanted_names(networks) and _as_merged(self):
             return
         record = record_of(shared.sd_model)
         slots = _slots(self)
@@ -51,6 +53,28 @@ def _applying(original: Callable[..., None]) -> Callable[..., None]:
             _apply(networks, record, self, layer_name, slots)
 
     return network_apply_weights
+
+
+_MERGED = "fp8_merged_networks"
+"""Attribute of a layer: the network modules merged into it, and the state of their tensors at that moment."""
+
+
+def _state_of(modules: Iterable[Any]) -> list[tuple[int, int]]:
+    """Identity and version of every tensor of network modules: changes when one is replaced or written in place."""
+    state = []
+    for module in modules:
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                state.append((id(value), value._version))
+            elif isinstance(value, torch.nn.Module) and name != "sd_module":
+                state += [(id(tensor), tensor._version) for tensor in value._parameters.values() if tensor is not None]
+    return state
+
+
+def _as_merged(layer: Any) -> bool:
+    """Whether the networks in a layer still hold what was merged (sd-webui-lora-block-weight changes them)."""
+    merged = layer.__dict__.get(_MERGED)
+    return merged is None or merged[1] == _state_of(merged[0])
 
 
 @dataclass
@@ -113,6 +137,7 @@ def _restore(layer: Any, slots: _Slots) -> tuple[torch.Tensor, ...]:
 
 
 def _reset(layer: Any) -> None:
+    layer.__dict__.pop(_MERGED, None)
     layer.network_current_names = ()
     layer.network_weights_backup = None
     layer.network_bias_backup = None
@@ -143,7 +168,8 @@ def follow_settings(model: torch.nn.Module) -> None:
 
 def _apply(networks: Any, record: Record, layer: Any, layer_name: str, slots: _Slots) -> None:
     wanted = _wanted_names(networks)
-    if not any(_modules_for(net, layer, layer_name) for net in networks.loaded_networks):
+    modules = [module for net in networks.loaded_networks for module in _modules_for(net, layer, layer_name)]
+    if not modules:
         # Not touched by these networks: whole again, and no copy is kept.
         _restore(layer, slots)
         _reset(layer)
@@ -164,6 +190,7 @@ def _apply(networks: Any, record: Record, layer: Any, layer_name: str, slots: _S
         raise
     if packed := [exact for _, exact in origins if exact is not None]:
         record.merged[layer] = all(packed)
+    layer.__dict__[_MERGED] = modules, _state_of(modules)
     layer.network_current_names = wanted
 
 

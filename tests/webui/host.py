@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import safetensors.torch
 import torch
 from helpers import ROOT, all_tensors, assert_packed_like, bits, quantized_names, reference_pack, to_numpy
@@ -26,11 +25,6 @@ SCRIPT = ROOT / "scripts" / "fp8_weight.py"
 FOREIGN = ("modules", "gradio", "fastapi", "networks")
 LAYER_TYPES = (nn.Module, nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
 PATCHED = ("forward", "load_state_dict", "_load_from_state_dict")
-
-
-def known_bug(reason: str) -> Any:
-    """Marks a test that fails because of a fault in the extension; strict, so that the repair is noticed."""
-    return pytest.mark.xfail(reason=reason, strict=True)
 
 
 def _is_ours(name: str) -> bool:

@@ -10,7 +10,6 @@ import torch
 from helpers import FORMAT_NAMES, assert_packed_like, decoded, need_format, reference_pack
 
 from lib_fp8 import QuantWeight
-from webui.host import known_bug
 
 BLOCK = "diffusion_model_input_blocks_1_0_in_layers_2"  # 3x3 convolution, has a bias
 TO_Q = "diffusion_model_middle_block_0_to_q"  # has no bias
@@ -162,7 +161,6 @@ class TestAnyOrderOfUse:
         sd1.run_networks(a)
         nets.assert_merged(a)
 
-    @known_bug("W5: networks that others change in place under the same name and strength are not merged again")
     def test_a_network_changed_in_place(self, sd1, nets):
         a = nets.make("a")
         sd1.run_networks(a)
