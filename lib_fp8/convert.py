@@ -99,10 +99,12 @@ class _Packer:
                 f"values beyond +-{largest:g} were clamped in {len(self._clamped)} layers; a scaled format keeps them"
             )
         before, after = measure(model)
+        present = {name for name, _ in model.named_modules()}  # loading SSD-1B takes blocks out of an SDXL model
+        outcomes = [reason for name, reason in self._outcomes.items() if name in present]
         return Report(
             format=self._format_name,
-            converted=sum(reason is None for reason in self._outcomes.values()),
-            kept=count_reasons(reason for reason in self._outcomes.values() if reason is not None),
+            converted=outcomes.count(None),
+            kept=count_reasons(reason for reason in outcomes if reason is not None),
             bytes_before=before,
             bytes_after=after,
             seconds=self._seconds,

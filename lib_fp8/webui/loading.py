@@ -32,9 +32,21 @@ def install(patches: Patches) -> None:
     """Put the extension between the WebUI and its loading functions."""
     patches.replace(sd_models, "load_model_weights", _converting_load)
     patches.replace(sd_models, "reload_model_weights", _following_settings)
+    if hasattr(type(sd_hijack.model_hijack), "convert_sdxl_to_ssd"):
+        patches.replace(type(sd_hijack.model_hijack), "convert_sdxl_to_ssd", _once_only)
     if hasattr(sd_models, "check_fp8"):
         # The built-in conversion never runs while the extension is on, and devices.fp8 stays False.
         patches.replace(sd_models, "check_fp8", _never_built_in)
+
+
+def _once_only(original: Callable[..., None]) -> Callable[..., None]:
+    """The WebUI cuts an SDXL model down to SSD-1B at every load, which fails on a model that is cut down already."""
+
+    def convert_sdxl_to_ssd(self: Any, model: Any) -> None:
+        if hasattr(model.model.diffusion_model.middle_block, "1"):
+            original(self, model)
+
+    return convert_sdxl_to_ssd
 
 
 def _never_built_in(_: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,6 +75,8 @@ def _progress(targets: list[Target], storage: Storage) -> Iterator[Callable[[Lay
         total=layers, desc="FP8 weight", unit="layer", disable=shared.cmd_opts.disable_console_progressbars
     ) as bar:
         yield lambda _: bar.update()
+        bar.total = bar.n  # layers with NaN, or taken out of the model while it was loaded, did not come
+        bar.refresh()
 
 
 def _summarise(record: Record) -> None:
