@@ -132,8 +132,8 @@ class QuantWeight(torch.Tensor):
     def tolist(self) -> Any:
         return self.dequantize().tolist()
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.dequantize().__array__(*args, **kwargs)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.dequantize().__array__(dtype)  # always a copy
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self.dequantize().__dlpack__(*args, **kwargs)
