@@ -1,0 +1,1 @@
+"""Tests against a real WebUI; see conftest.py for how to run them."""

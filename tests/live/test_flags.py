@@ -1,0 +1,54 @@
+"""Command line flags that change precision, placement or loading; each with the switch, a format change and a LoRA."""
+
+from __future__ import annotations
+
+import pytest
+
+from live.client import PROMPT, ApiError
+from live.webui import PLAIN_PRECISION, StartError
+
+NO_HALF = ("--no-half", "--no-half-vae")
+CASES = {
+    "no-half": NO_HALF,
+    "precision half": ("--precision", "half"),
+    "half": (),
+    "upcast sampling": ("--upcast-sampling",),
+    "medvram": (*PLAIN_PRECISION, "--medvram"),
+    "lowvram": (*PLAIN_PRECISION, "--lowvram"),
+    "channelslast": (*PLAIN_PRECISION, "--opt-channelslast"),
+    "no ram optimization": (*PLAIN_PRECISION, "--disable-model-loading-ram-optimization"),
+}
+LORA = f"{PROMPT}<lora:tiny-A:1>"
+
+
+@pytest.mark.parametrize("flags", CASES.values(), ids=CASES)
+def test_flags(flags, start, need):
+    need("lora/tiny-A")
+    try:
+        client = start(flags).client
+        plain = client.txt2img()
+        plain_lora = client.txt2img(LORA)
+        client.txt2img()
+    except (StartError, ApiError) as error:
+        pytest.skip(f"this WebUI cannot do it on a CPU, with FP8 off: {str(error).splitlines()[0][:300]}")
+    weights = client.probe("parameters")
+
+    client.set(fp8_storage="Enable", fp8_clip_l=True)
+    bits, on, on_lora = client.probe("parameters"), client.txt2img(), client.txt2img(LORA)
+    assert 25 < on.psnr(plain) < float("inf")
+    assert 20 < on_lora.psnr(plain_lora) < float("inf")
+    assert client.txt2img() == on
+    assert client.probe("parameters") == bits
+    assert client.status()["lora_layers_from_8_bit"] == 0
+
+    client.set(fp8_format="int8")
+    assert client.txt2img().psnr(plain) > on.psnr(plain)
+    client.set(fp8_format="float8_e4m3fn")
+    assert client.probe("parameters") == bits
+    assert client.txt2img() == on
+
+    client.set(fp8_storage="Disable")
+    assert client.txt2img() == plain
+    assert client.txt2img(LORA) == plain_lora
+    client.txt2img()
+    assert client.probe("parameters") == weights

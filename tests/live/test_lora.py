@@ -1,0 +1,221 @@
+"""LoRAs on 8-bit weights: summed over the originals and rounded once, in any order, and gone without a trace.
+
+What must be stored is computed here in float64 from the files themselves. The extension sums in float32, so a sum that
+lies on the border between two codes may fall to the other side: at most ``BORDERLINE`` of the codes, by one step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import reference_pack
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from live.client import PROMPT, Client
+
+BORDERLINE = 1e-5
+FORMAT = "float8_e4m3fn"
+
+
+def with_loras(*names: str) -> str:
+    """The prompt with LoRAs, each NAME or NAME:MULTIPLIER."""
+    return PROMPT + "".join(f"<lora:{name}{'' if ':' in name else ':1'}>" for name in names)
+
+
+class _Files:
+    """Tensors of several safetensors files in float64."""
+
+    def __init__(self) -> None:
+        self._open = {}
+
+    def __call__(self, path: str | Path, key: str) -> np.ndarray:
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path].get_tensor(key).double().numpy()
+
+
+def _delta(files: _Files, entry: dict) -> np.ndarray:
+    up, down = (files(entry["file"], f"{entry['key']}.lora_{part}.weight") for part in ("up", "down"))
+    scale = float(files(entry["file"], entry["key"] + ".alpha")) / len(down)
+    return entry["multiplier"] * scale * (up.reshape(len(up), -1) @ down.reshape(len(down), -1))
+
+
+def expected_sums(layers: list[dict], checkpoint: Path) -> dict[str, np.ndarray]:
+    """Name of a parameter of the model to its original plus all deltas, in float64."""
+    files, deltas = _Files(), defaultdict(list)
+    projections = defaultdict(dict)
+    for entry in layers:
+        if entry["part"] in ("q_proj", "k_proj", "v_proj"):
+            projections[entry["layer"], entry["file"]][entry["part"]] = _delta(files, entry)
+        else:
+            name = entry["layer"] + (".out_proj.weight" if entry["part"] else ".weight")
+            deltas[name].append(_delta(files, entry))
+    for (layer, _), parts in projections.items():
+        deltas[layer + ".in_proj_weight"].append(np.vstack([parts[p] for p in ("q_proj", "k_proj", "v_proj")]))
+    sums = {}
+    for name, values in deltas.items():
+        original = files(checkpoint, name.replace(".wrapped.", "."))
+        sums[name] = original + sum(values).reshape(original.shape)
+    return sums
+
+
+def assert_stored(sums: dict[str, np.ndarray], stored: dict[str, np.ndarray]) -> int:
+    """Packed weights hold the rounded sums, plain ones the sums; the number of packed ones."""
+    packed = codes = different = 0
+    for name, value in sums.items():
+        if name in stored:
+            np.testing.assert_allclose(stored[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
+            continue
+        expected, scale = reference_pack(torch.from_numpy(value), FORMAT)
+        np.testing.assert_array_equal(stored[name + "|scale"], scale, err_msg=name)
+        steps = np.abs(stored[name + "|qdata"].astype(int) - expected.astype(int))
+        assert steps.max() <= 1, name
+        packed, codes, different = packed + 1, codes + steps.size, different + int(steps.sum())
+    assert different <= BORDERLINE * codes
+    return packed
+
+
+def check_merged(client: Client, data: Path, checkpoint: Path) -> int:
+    """What the model holds now are the sums over the networks that the WebUI has loaded."""
+    assert client.probe("lora_errors") == {}
+    layers = client.probe("lora_layers")
+    applied = [entry for entry in layers if entry["applied"]]
+    assert len(applied) >= 0.75 * len(layers)  # text encoders are cut before their last block, which never runs
+    sums = expected_sums(applied, checkpoint)
+    client.probe("save_weights", names=list(sums), path=str(data / "weights.npz"))
+    with np.load(data / "weights.npz") as stored:
+        return assert_stored(sums, dict(stored))
+
+
+@pytest.fixture
+def enabled(webui: Client, need) -> Client:
+    need("lora/tiny-A", "lora/tiny-B")
+    webui.set(fp8_storage="Enable")
+    return webui
+
+
+def test_states(enabled: Client, shared_webui, checkpoints):
+    """None, A, A at half strength, A and B, B, none: each is what a fresh merge gives."""
+    checkpoint = checkpoints / "shapes-sd1.safetensors"
+    none, bits = enabled.txt2img(), enabled.probe("parameters")
+    pictures = [none]
+    for loras in (["tiny-A"], ["tiny-A:0.5"], ["tiny-A", "tiny-B"], ["tiny-B"]):
+        pictures.append(enabled.txt2img(with_loras(*loras)))
+        assert check_merged(enabled, shared_webui.data, checkpoint) > 10, loras
+    assert all(a != b for i, a in enumerate(pictures) for b in pictures[:i])
+    assert enabled.txt2img() == none
+    assert enabled.probe("parameters") == bits
+
+
+def test_order_does_not_matter(enabled: Client):
+    picture = enabled.txt2img(with_loras("tiny-A", "tiny-B"))
+    merged = enabled.probe("parameters")
+    assert enabled.txt2img(with_loras("tiny-B", "tiny-A")) == picture
+    assert enabled.probe("parameters") == merged
+
+
+def test_picture_is_that_of_full_precision(enabled: Client):
+    picture = enabled.txt2img(with_loras("tiny-A", "tiny-B"))
+    enabled.set(fp8_storage="Disable")
+    assert picture.psnr(enabled.txt2img(with_loras("tiny-A", "tiny-B"))) > 25
+
+
+def test_hundred_cycles_leave_no_trace(enabled: Client):
+    bits = enabled.probe("parameters")
+    quick = {"steps": 1, "cfg_scale": 1}
+    first = enabled.txt2img(with_loras("tiny-A"), **quick)
+    for _ in range(100):
+        enabled.txt2img(**quick)
+        last = enabled.txt2img(with_loras("tiny-A"), **quick)
+    assert last == first
+    enabled.txt2img(**quick)
+    assert enabled.probe("parameters") == bits
+
+
+def test_lora_stays_right_when_the_storage_changes(enabled: Client):
+    merged = enabled.txt2img(with_loras("tiny-A"))
+    enabled.set(fp8_storage="Disable")
+    plain = enabled.txt2img(with_loras("tiny-A"))
+    without = enabled.txt2img()
+    enabled.txt2img(with_loras("tiny-A"))
+    enabled.set(fp8_storage="Enable")
+    assert enabled.txt2img(with_loras("tiny-A")) == merged
+    enabled.set(fp8_storage="Disable")
+    assert enabled.txt2img(with_loras("tiny-A")) == plain
+    assert enabled.txt2img() == without
+
+
+def test_base_may_be_the_stored_weight(enabled: Client):
+    """The other choice of "LoRA base", by every way: another picture, still close, and the very bits back."""
+    bits, prompt = enabled.probe("parameters"), with_loras("tiny-A")
+    exact = enabled.txt2img(prompt)
+    assert enabled.status()["lora_layers_from_8_bit"] == 0
+    overridden = enabled.txt2img(prompt, override_settings={"fp8_lora": "8-bit weights"})
+    assert enabled.txt2img(prompt) == exact
+    enabled.set(fp8_lora="8-bit weights")
+    applied = enabled.txt2img(prompt)
+    assert enabled.status()["lora_layers_from_checkpoint"] == 0
+    assert applied == overridden
+    assert 20 < applied.psnr(exact) < float("inf")
+    enabled.set(fp8_lora="Checkpoint file")
+    assert enabled.txt2img(prompt, override_settings=enabled.probe("paste", text=applied.infotext)) == applied
+    enabled.txt2img()
+    assert enabled.probe("parameters") == bits
+
+
+TEXT_ENCODERS = {"fp8_clip_l": True, "fp8_open_clip": True}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "loras"),
+    [
+        ("sd1-A", ["lora-A", "lora-B"]),
+        ("sd1-A", ["sd1-te"]),
+        ("sd2", ["sd2-te", "sd2-unet"]),
+        ("sdxl", ["sdxl-te1", "sdxl-te2"]),
+        ("sdxl", ["sdxl-all"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_text_encoders_and_other_models(checkpoint, loras, webui: Client, shared_webui, checkpoints, need):
+    need(checkpoint, *(f"lora/{name}" for name in loras))
+    webui.set(fp8_storage="Enable", **TEXT_ENCODERS)
+    webui.set(sd_model_checkpoint=f"{checkpoint}.safetensors")
+    without, bits = webui.txt2img(), webui.probe("parameters")
+    assert webui.txt2img(with_loras(*loras)) != without
+    assert check_merged(webui, shared_webui.data, checkpoints / f"{checkpoint}.safetensors") > 0
+    assert webui.status()["lora_layers_from_8_bit"] == 0
+    assert webui.txt2img() == without
+    assert webui.probe("parameters") == bits
+
+
+def test_unknown_lora(enabled: Client):
+    picture = enabled.txt2img()
+    assert enabled.txt2img(with_loras("no-such-file")) == picture
+
+
+@pytest.fixture
+def misfit(shared_webui, checkpoints, need):
+    """A LoRA for layers with eight channels more than the model has."""
+    need("lora/tiny-A")
+    path = shared_webui.data / "models/Lora/misfit.safetensors"
+    weights = load_file(checkpoints / "lora/tiny-A.safetensors")
+    wider = {key: torch.cat([value, value[:8]]) if "lora_up" in key else value for key, value in weights.items()}
+    save_file(wider, path)
+    return path.stem
+
+
+def test_lora_that_does_not_fit(enabled: Client, misfit, console):
+    """It is told once and left out; the other networks act as they do without it."""
+    right, bits = enabled.txt2img(with_loras("tiny-B")), enabled.probe("parameters")
+    enabled.txt2img()
+    with console() as said:
+        assert enabled.txt2img(with_loras(misfit, "tiny-B")) == right
+    assert list(enabled.probe("lora_errors")) == [misfit]
+    assert said().count(f"network {misfit} does not fit layer") == 1
+    assert enabled.probe("parameters") == bits
