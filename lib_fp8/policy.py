@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,15 @@ DEFAULT_KEEP: tuple[str, ...] = (
 
 The embedding layers are named by silveroxides/convert_to_quant #53 and diffusers PR 10347, among others.
 """
+
+
+try:
+    from re import _parser as _regex_parser  # type: ignore[attr-defined]
+except ImportError:  # Python 3.10
+    import sre_parse as _regex_parser
+
+_NARROW = 16
+"""Up to so many repetitions count as few."""
 
 
 class PatternError(ValueError):
@@ -53,12 +63,29 @@ class Policy:
 
 
 def check_patterns(patterns: Iterable[str]) -> None:
-    """Raise PatternError for the first pattern that is no valid regular expression."""
+    """Raise PatternError for the first pattern that is no valid regular expression, or one that may never end.
+
+    A repeat within a repeat, such as ``(a+)+``, can take longer than anyone waits, and Python cannot be interrupted
+    in it. Such a pattern may come with an infotext that somebody pastes; names of layers never need one.
+    """
     for pattern in patterns:
         try:
             re.compile(pattern)
-        except re.error as error:
-            raise PatternError(f"{pattern!r} is no valid regular expression: {error}") from None
+            endless = _nests_repeats(_regex_parser.parse(pattern))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise PatternError(f"{pattern[:80]!r} is no valid regular expression: {error}") from None
+        if endless:
+            raise PatternError(f"{pattern[:80]!r} has a repeat within a repeat, which may never end")
+
+
+def _nests_repeats(parsed: Any, within_repeat: bool = False) -> bool:
+    """Whether a parsed expression, or a part of it, repeats something that repeats without a narrow limit."""
+    if isinstance(parsed, tuple) and len(parsed) == 3 and isinstance(parsed[2], _regex_parser.SubPattern):
+        repeats = isinstance(parsed[1], int) and parsed[1] > _NARROW  # (least, most, what)
+        return (repeats and within_repeat) or _nests_repeats(parsed[2], within_repeat or repeats)
+    if isinstance(parsed, (tuple, list, _regex_parser.SubPattern)):
+        return any(_nests_repeats(part, within_repeat) for part in parsed)
+    return False
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def write(p: Any) -> None:
     for key in _OWN:
         value = getattr(shared.opts, key)
         if key != FORMAT and value != shared.opts.get_default(key):
-            p.extra_generation_params[INFOTEXT[key]] = value if value != "" else _EMPTY
+            p.extra_generation_params[INFOTEXT[key]] = _EMPTY if isinstance(value, str) and not value.strip() else value
 
 
 def complete_pasted(infotext: str, params: dict[str, Any]) -> None:

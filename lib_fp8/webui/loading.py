@@ -20,8 +20,8 @@ from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.settings import (
     SettingError,
     lora_from_file,
+    overrides_are_announced,
     overrides_are_in_force,
-    repair_saved_values,
     wanted_storage,
 )
 from lib_fp8.webui.storage import FULL_PRECISION, Record, Storage, drop_record, record_of, set_record
@@ -154,15 +154,23 @@ def _following_settings(original: Callable[..., Any]) -> Callable[..., Any]:
             _check_readable(sd_model or sd_models.model_data.sd_model, info)
             model = original(sd_model, info, *args, **kwargs)
             if model is not None:
-                follow_settings(model)
+                _follow_for_job(model)
             return model
-        except Exception as error:
+        except Exception:
             overrides_are_in_force()  # the job that announced them ends here
-            if isinstance(error, SettingError):
-                repair_saved_values()  # told once; the next picture works
             raise
 
     return reload_model_weights
+
+
+def _follow_for_job(model: Any) -> None:
+    try:
+        follow_settings(model)
+    except SettingError as error:
+        if overrides_are_announced():
+            raise
+        # A setting that is being refused while pictures are made; whoever set it hears of it, and the pictures go on.
+        print(f"FP8 weight: {error}. The model stays as it is.", file=sys.stderr)
 
 
 def _check_readable(model: Any, info: Any) -> None:

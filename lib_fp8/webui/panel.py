@@ -15,10 +15,20 @@ from lib_fp8.webui.storage import FULL_PRECISION, record_of
 from lib_fp8.webui.targets import find_targets
 
 STATUS_ROUTE = "/sdapi/v1/fp8-weight"
+_TRIES = 9
 
 
 def status() -> dict[str, Any]:
     """What is true of the model in use, ready for JSON; byte counts are measured now."""
+    for _ in range(_TRIES):
+        try:
+            return _status()
+        except RuntimeError:  # a dictionary of the model changed meanwhile: pictures are being made in another thread
+            continue
+    return _status()
+
+
+def _status() -> dict[str, Any]:
     model = sd_models.model_data.sd_model
     if model is None:
         return {"loaded": False, "enabled": False, "parts": [], "note": None, "problem": None}
@@ -61,7 +71,7 @@ def status_html() -> str:
         return _wrap("<p>No model is loaded.</p>")
     lines = []
     if now["problem"]:
-        lines.append(f"<p class='fp8-problem'>{html.escape(now['problem'])}</p>")
+        lines.append(f"<p style='color: #dc2626'>{html.escape(now['problem'])}</p>")
     if not now["enabled"]:
         lines.append(f"<p>{html.escape(now['checkpoint'])}: full precision.</p>")
         return _wrap("".join(lines))

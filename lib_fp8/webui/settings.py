@@ -200,6 +200,11 @@ def overrides_are_in_force() -> None:
     _announced.clear()
 
 
+def overrides_are_announced() -> bool:
+    """Whether the values read now are those of a job that is about to begin, rather than the saved ones."""
+    return bool(_announced)
+
+
 def _value(key: str) -> Any:
     return _announced[key] if key in _announced else getattr(shared.opts, key)
 
@@ -217,8 +222,10 @@ def _check_format(value: Any) -> None:
 
 
 def _check_keep(value: Any) -> None:
+    if not isinstance(value, str):
+        raise SettingError(f"FP8 layers kept in full precision: {value!r} is no text of patterns separated by spaces")
     try:
-        check_patterns(str(value).split())
+        check_patterns(value.split())
     except PatternError as error:
         raise SettingError(f"FP8 layers kept in full precision: {error}") from None
 
@@ -228,7 +235,13 @@ def _check_lora(value: Any) -> None:
         raise SettingError(f"FP8 LoRA base: {value!r} is not one of: {', '.join(LORA_CHOICES)}")
 
 
+def _check_flag(value: Any) -> None:
+    if not isinstance(value, bool):
+        raise SettingError(f"FP8 text encoder: {value!r} is neither true nor false")
+
+
 _CHECKS = {SWITCH: _check_switch, FORMAT: _check_format, KEEP: _check_keep, LORA: _check_lora}
+_CHECKS.update(dict.fromkeys(TEXT_ENCODER_KEYS.values(), _check_flag))
 
 
 def repair_saved_values() -> None:
@@ -246,7 +259,7 @@ def read_policy() -> Policy:
     """The policy that the options describe, whatever the switch says. Raises SettingError."""
     for key, check in _CHECKS.items():
         check(_value(key))
-    return Policy(format=_value(FORMAT), keep=tuple(str(_value(KEEP)).split()))
+    return Policy(format=_value(FORMAT), keep=tuple(_value(KEEP).split()))
 
 
 def wanted_storage(model: torch.nn.Module) -> Storage:

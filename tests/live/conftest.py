@@ -120,7 +120,7 @@ def reset(client: Client) -> None:
     """Bring all settings of the shared WebUI to what they were when it started."""
     if client.url not in _defaults:
         _defaults[client.url] = client.fp8_options()
-    client.set(**_defaults[client.url], sd_checkpoints_limit=1, sd_model_checkpoint=f"{START}.safetensors")
+    client.set(**_defaults[client.url], sd_model_checkpoint=f"{START}.safetensors")
     assert client.probe("checkpoint") == f"{START}.safetensors"
 
 

