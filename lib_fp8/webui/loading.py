@@ -158,9 +158,21 @@ def _following_settings(original: Callable[..., Any]) -> Callable[..., Any]:
             return model
         except Exception:
             overrides_are_in_force()  # the job that announced them ends here
+            _put_together_again()
             raise
 
     return reload_model_weights
+
+
+def _put_together_again() -> None:
+    """Make the former model usable after a failed load: the WebUI takes it apart before it reads a file."""
+    model = sd_models.model_data.sd_model
+    if model is None or sd_hijack.model_hijack.clip is not None:
+        return
+    sd_hijack.model_hijack.hijack(model)
+    if not model.lowvram:
+        model.to(devices.device)
+    sd_models.model_data.set_sd_model(model)
 
 
 def _follow_for_job(model: Any) -> None:

@@ -116,7 +116,9 @@ class WebUI:
         port = _free_port()
         self.client = Client(f"http://127.0.0.1:{port}", self.log)
         command = [installation.python, installation.folder / "launch.py", "--data-dir", data, "--port", port]
-        command += ["--gradio-allowed-path", installation.folder]  # its scripts; otherwise only those below cwd
+        command += ["--gradio-allowed-path", installation.folder]  # so that its page gets its scripts,
+        for name in ("script.js", "javascript", "style.css", "extensions-builtin"):  # which 1.6 seeks in cwd
+            (data / name).symlink_to(installation.folder / name)
         kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
         paths = {
             "PYTHONPYCACHEPREFIX": installation.bytecode,

@@ -550,3 +550,23 @@ def test_the_unload_button(host):
         host.sd_hijack.model_hijack.hijack(host.model)
     assert host.fingerprint() == bits
     assert host.job().pictures
+
+
+def test_a_checkpoint_that_cannot_be_read_leaves_the_former_model_usable(host, monkeypatch):
+    """The WebUI unwraps the text encoder before it reads the file, and does not wrap it again when that fails."""
+    host.checkpoint()
+    other = host.checkpoint("b", seed=2)
+    host.start(fp8_storage="Enable")
+    before, picture = host.fingerprint(), host.job("a dog").pictures[0]
+
+    def unreadable(*_):
+        raise RuntimeError("the file may be malicious")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host.sd_models, "get_checkpoint_state_dict", unreadable)
+        with pytest.raises(RuntimeError, match="malicious"):
+            host.sd_models.reload_model_weights(info=other)
+    assert host.sd_hijack.model_hijack.clip is host.model.cond_stage_model
+    assert host.sd_models.model_data.loaded_sd_models == [host.model]
+    assert host.fingerprint() == before
+    assert torch.equal(host.job("a dog").pictures[0], picture)

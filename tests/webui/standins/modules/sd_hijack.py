@@ -13,6 +13,8 @@ class _WithCustomWords(torch.nn.Module):
 
 
 class StableDiffusionModelHijack:
+    clip = None
+
     def hijack(self, m):
         if hasattr(m, "conditioner"):
             embedders = m.conditioner.embedders
@@ -23,6 +25,7 @@ class StableDiffusionModelHijack:
         elif not hasattr(m, "text_encoders"):
             assert not isinstance(m.cond_stage_model, _WithCustomWords)
             m.cond_stage_model = _WithCustomWords(m.cond_stage_model)
+        self.clip = getattr(m, "cond_stage_model", m)
 
     def undo_hijack(self, m):
         if hasattr(m, "conditioner"):
@@ -32,6 +35,7 @@ class StableDiffusionModelHijack:
             del m.cond_stage_model
         elif not hasattr(m, "text_encoders"):
             m.cond_stage_model = m.cond_stage_model.wrapped
+        self.clip = None
 
 
 model_hijack = StableDiffusionModelHijack()
