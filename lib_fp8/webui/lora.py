@@ -188,8 +188,11 @@ def _apply(networks: Any, record: Record, layer: Any, layer_name: str, slots: _S
         _restore(layer, slots)
         _reset(layer)
         raise
-    if packed := [exact for _, exact in origins if exact is not None]:
+    packed = [exact for slot, (_, exact) in zip(slots.weights, origins) if slot.deltas and exact is not None]
+    if packed:
         record.merged[layer] = all(packed)
+    else:
+        record.merged.pop(layer, None)
     layer.__dict__[_MERGED] = modules, _state_of(modules)
     layer.network_current_names = wanted
 

@@ -103,14 +103,18 @@ class Options:
         self._component = component
         self._added: list[str] = []
         self._switch_before: dict[str, Any] | None = None
-        self._cache_comment: str | None = None
+        self._cache_before: dict[str, Any] | None = None
 
     @staticmethod
     def _validated(on_change: Callable[[], None]) -> Callable[[], None]:
         def validate_first() -> None:
             overrides_are_in_force()
-            read_policy()
-            on_change()
+            try:
+                read_policy()
+                on_change()
+            except Exception as error:
+                gr.Warning(f"FP8 weight: not changed. {error}")  # the page itself only says that nothing changed
+                raise
 
         return validate_first
 
@@ -124,9 +128,12 @@ class Options:
             self._switch_before = {"onchange": switch.onchange, "infotext": switch.infotext}
         labels[SWITCH].onchange = self._on_change
         labels[SWITCH].infotext = INFOTEXT[SWITCH]
-        if BUILT_IN_LORA_CACHE in labels and self._cache_comment is None:
-            self._cache_comment = labels[BUILT_IN_LORA_CACHE].comment_after
-            labels[BUILT_IN_LORA_CACHE].info("not used while the FP8 weight extension is on")
+        if BUILT_IN_LORA_CACHE in labels and self._cache_before is None:
+            cache = labels[BUILT_IN_LORA_CACHE]
+            self._cache_before = {"onchange": cache.onchange, "comment_after": cache.comment_after}
+            cache.onchange = None  # it would load the checkpoint again, for nothing
+            cache.comment_after += " "
+            cache.info("not used while the FP8 weight extension is on")
         for key, option in _own_options().items():
             option.onchange = self._on_change
             self._add(key, option)
@@ -159,9 +166,9 @@ class Options:
         if self._switch_before is not None:
             vars(labels[SWITCH]).update(self._switch_before)
             self._switch_before = None
-        if self._cache_comment is not None:
-            labels[BUILT_IN_LORA_CACHE].comment_after = self._cache_comment
-            self._cache_comment = None
+        if self._cache_before is not None:
+            vars(labels[BUILT_IN_LORA_CACHE]).update(self._cache_before)
+            self._cache_before = None
 
 
 class _StatusInfo(shared.OptionInfo):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -107,6 +109,7 @@ class TestBadValues:
         assert host.set(**{key: value}) == [False]
         assert getattr(host.opts, key) == good
         assert "FP8" in host.errors.shown[-1]
+        assert value.split()[-1] in sys.modules["gradio"].warnings[-1], "the page says it too"
         assert value.split()[-1] in host.errors.shown[-1]
         assert host.fingerprint() == before
 

@@ -52,3 +52,10 @@ class Row:
 
     def __exit__(self, *_):
         return None
+
+
+warnings: list[str] = []
+
+
+def Warning(message):
+    warnings.append(message)
