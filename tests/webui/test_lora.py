@@ -377,6 +377,7 @@ class TestNetworksThatDoNotFit:
         sd1.run_networks(bad)
         sd1.run_networks(bad)
         assert sd1.networks.extra_network_lora.errors == {"bad": len(LINEAR_AND_CONV)}
+        assert not sd1.panel.status()["lora_layers_from_checkpoint"], "no layer holds it"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
