@@ -1,4 +1,4 @@
-"""T-16, T-17, X2, X7, X11: the cast rule holds under autocast, the WebUI's manual_cast and replaced forwards."""
+"""The cast rule holds under autocast, the WebUI's manual_cast and replaced forwards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _plain_kernel(layer, x):
 
 
 @by_input
-def test_t16_output_has_the_dtype_of_the_input(layer, x_dtype, rng):
+def test_output_has_the_dtype_of_the_input(layer, x_dtype, rng):
     x = _input(layer, rng, x_dtype)
     _plain_kernel(layer, x)
     y = layer(x)
@@ -57,7 +57,7 @@ def test_t16_output_has_the_dtype_of_the_input(layer, x_dtype, rng):
 
 
 @pytest.mark.parametrize("bias_dtype", DTYPES, ids=str)
-def test_t16_bias_of_any_dtype(layer, bias_dtype, rng):
+def test_bias_of_any_dtype(layer, bias_dtype, rng):
     layer.bias.data = layer.bias.data.to(bias_dtype)
     x = _input(layer, rng)
     y = layer(x)
@@ -65,7 +65,7 @@ def test_t16_bias_of_any_dtype(layer, bias_dtype, rng):
     close(y, _exact(layer, x, torch.float32))
 
 
-def test_x7_input_is_never_cast_to_8_bits(layer, rng):
+def test_input_is_never_cast_to_8_bits(layer, rng):
     x = _input(layer, rng)
     finer = x + 2.0**-20
     assert not torch.equal(layer(x), layer(finer))
@@ -76,7 +76,7 @@ def test_x7_input_is_never_cast_to_8_bits(layer, rng):
 
 
 @by_input
-def test_x11_attention_projections_agree_in_dtype(storage_format, logical_dtype, device, x_dtype, rng):
+def test_attention_projections_agree_in_dtype(storage_format, logical_dtype, device, x_dtype, rng):
     model = torch.nn.ModuleList([torch.nn.Linear(24, 16, bias=False) for _ in range(3)]).to(device, logical_dtype)
     plain = torch.nn.Linear(24, 16, bias=False).to(device, x_dtype)
     convert(model, storage_format)
@@ -88,12 +88,12 @@ def test_x11_attention_projections_agree_in_dtype(storage_format, logical_dtype,
 
 
 @pytest.mark.parametrize("size", [(24,), (1, 24), (2, 3, 24), (0, 24)], ids=str)
-def test_t16_any_shape_of_input(linear, size, device):
+def test_any_shape_of_input(linear, size, device):
     x = torch.ones(size, device=device)
     assert linear(x).shape == (*size[:-1], 16)
 
 
-def test_t16_unbatched_image(conv, rng):
+def test_unbatched_image(conv, rng):
     x = _input(conv, rng)
     torch.testing.assert_close(conv(x[0]), conv(x)[0], rtol=1e-5, atol=1e-6)
 
@@ -111,7 +111,7 @@ def test_t16_unbatched_image(conv, rng):
     ],
     ids=str,
 )
-def test_t16_geometry_of_convolutions(storage_format, logical_dtype, device, geometry, rng):
+def test_geometry_of_convolutions(storage_format, logical_dtype, device, geometry, rng):
     layer = torch.nn.Conv2d(6, 8, 3, **geometry).to(device, logical_dtype).requires_grad_(False)
     twin = torch.nn.Conv2d(6, 8, 3, **geometry).to(device)
     convert(layer, storage_format)
@@ -124,7 +124,7 @@ def test_t16_geometry_of_convolutions(storage_format, logical_dtype, device, geo
 
 
 @by_input
-def test_t16_autocast_computes_as_with_a_plain_layer(layer, x_dtype, device, rng):
+def test_autocast_computes_as_with_a_plain_layer(layer, x_dtype, device, rng):
     x = _input(layer, rng, x_dtype)
     target = torch.bfloat16 if device.type == "cpu" else torch.float16
     with torch.autocast(device.type, dtype=target):
@@ -134,7 +134,7 @@ def test_t16_autocast_computes_as_with_a_plain_layer(layer, x_dtype, device, rng
 
 
 @by_input
-def test_t16_autocast_is_given_the_logical_dtype(layer, x_dtype, device, rng):
+def test_autocast_is_given_the_logical_dtype(layer, x_dtype, device, rng):
     # To the last bit: the weight is rounded to the logical dtype first, and from there by autocast.
     with torch.no_grad():
         layer.weight.copy_(torch.randn(layer.weight.shape, generator=rng).to(layer.weight))
@@ -143,7 +143,7 @@ def test_t16_autocast_is_given_the_logical_dtype(layer, x_dtype, device, rng):
         assert torch.equal(layer(x), twin(x))
 
 
-def test_t16_disabled_autocast_is_no_autocast(layer, device, rng):
+def test_disabled_autocast_is_no_autocast(layer, device, rng):
     x = _input(layer, rng)
     expected = layer(x)
     dtype = torch.bfloat16 if device.type == "cpu" else torch.float16
@@ -152,7 +152,7 @@ def test_t16_disabled_autocast_is_no_autocast(layer, device, rng):
 
 
 @pytest.mark.gpu
-def test_t16_autocast_of_another_device_does_not_matter(linear, device, rng):
+def test_autocast_of_another_device_does_not_matter(linear, device, rng):
     if device.type != "cuda":
         pytest.skip("needs two devices: a CUDA device beside the CPU")
     x = _input(linear, rng)
@@ -161,7 +161,7 @@ def test_t16_autocast_of_another_device_does_not_matter(linear, device, rng):
         assert torch.equal(linear(x), expected)
 
 
-def test_t16_autocast_sees_writes_made_under_it(linear, device, rng):
+def test_autocast_sees_writes_made_under_it(linear, device, rng):
     # Autocast caches casts of weights; a stale one would hide the write.
     x, dtype = _input(linear, rng), torch.bfloat16 if device.type == "cpu" else torch.float16
     with torch.autocast(device.type, dtype=dtype):
@@ -171,7 +171,7 @@ def test_t16_autocast_sees_writes_made_under_it(linear, device, rng):
     torch.testing.assert_close(y, linear.bias.to(dtype).expand(3, -1), rtol=0, atol=0)
 
 
-def test_x2_products_by_hand_under_autocast(linear, device, rng):
+def test_products_by_hand_under_autocast(linear, device, rng):
     x, dtype = _input(linear, rng), torch.bfloat16 if device.type == "cpu" else torch.float16
     with torch.autocast(device.type, dtype=dtype):
         y = x @ linear.weight.t()
@@ -216,7 +216,7 @@ def manual_cast(target, result_dtype=torch.float32):
 
 
 @pytest.mark.parametrize("target", DTYPES, ids=str)
-def test_t17_manual_cast(layer, target, logical_dtype, rng):
+def test_manual_cast(layer, target, logical_dtype, rng):
     x, weight, before = _input(layer, rng), layer.weight, bits_of(layer.weight)
     _plain_kernel(layer, x.to(target))
     bias = layer.bias.clone()
@@ -231,7 +231,7 @@ def test_t17_manual_cast(layer, target, logical_dtype, rng):
     assert_bits(weight, before)
 
 
-def test_t17_manual_cast_a_hundred_times_keeps_the_bits(linear, rng):
+def test_manual_cast_a_hundred_times_keeps_the_bits(linear, rng):
     x, before = _input(linear, rng), bits_of(linear.weight)
     with manual_cast(torch.float32):
         expected = linear(x)
@@ -240,7 +240,7 @@ def test_t17_manual_cast_a_hundred_times_keeps_the_bits(linear, rng):
     assert_bits(linear.weight, before)
 
 
-def test_t17_manual_cast_finds_nothing_to_cast_in_the_logical_dtype(linear, logical_dtype, rng, monkeypatch):
+def test_manual_cast_finds_nothing_to_cast_in_the_logical_dtype(linear, logical_dtype, rng, monkeypatch):
     x = _input(linear, rng, logical_dtype)
     _plain_kernel(linear, x)
     monkeypatch.setattr(linear, "to", lambda *args: pytest.fail("moved"))
@@ -248,7 +248,7 @@ def test_t17_manual_cast_finds_nothing_to_cast_in_the_logical_dtype(linear, logi
         linear(x)
 
 
-def test_t17_manual_cast_of_multi_head_attention(storage_format, device, logical_dtype, rng):
+def test_manual_cast_of_multi_head_attention(storage_format, device, logical_dtype, rng):
     attention = torch.nn.MultiheadAttention(16, 4).to(device, logical_dtype).requires_grad_(False)
     convert(attention, storage_format)
     twin = torch.nn.MultiheadAttention(16, 4).to(device)
@@ -283,7 +283,7 @@ def _attention_twin(attention, dtype):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad", "inference"])
-def test_x2_multi_head_attention(attention, logical_dtype, device, mode, rng):
+def test_multi_head_attention(attention, logical_dtype, device, mode, rng):
     x = torch.randn(5, 1, 16, generator=rng).to(device, logical_dtype)
     twin = _attention_twin(attention, logical_dtype)
     attention.train(mode == "train")
@@ -296,7 +296,7 @@ def test_x2_multi_head_attention(attention, logical_dtype, device, mode, rng):
     close(y, expected)
 
 
-def test_t16_multi_head_attention_under_autocast(attention, device, rng):
+def test_multi_head_attention_under_autocast(attention, device, rng):
     x = torch.randn(5, 1, 16, generator=rng).to(device)
     dtype = torch.bfloat16 if device.type == "cpu" else torch.float16
     twin = _attention_twin(attention, torch.float32)
@@ -307,7 +307,7 @@ def test_t16_multi_head_attention_under_autocast(attention, device, rng):
     torch.testing.assert_close(y.float(), expected.float(), rtol=5e-2, atol=2e-2)
 
 
-def test_t16_multi_head_attention_of_mixed_dtypes_is_refused_as_a_plain_one(attention, logical_dtype, device, rng):
+def test_multi_head_attention_of_mixed_dtypes_is_refused_as_a_plain_one(attention, logical_dtype, device, rng):
     if logical_dtype == torch.float32:
         pytest.skip("not mixed: the fused projection is float32, too")
     for name in ("in_proj_weight", "in_proj_bias"):
@@ -387,7 +387,7 @@ def _fresh(kind, dtype, device):
 
 @pytest.mark.parametrize("stranger", STRANGERS, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("kind", ["linear", "conv"])
-def test_x2_order_of_conversion_and_patch_does_not_matter(storage_format, logical_dtype, device, kind, stranger, rng):
+def test_order_of_conversion_and_patch_does_not_matter(storage_format, logical_dtype, device, kind, stranger, rng):
     early, late = _fresh(kind, logical_dtype, device), _fresh(kind, logical_dtype, device)
     x = _input(early, rng)
     undo = stranger(early)
@@ -407,7 +407,7 @@ def test_x2_order_of_conversion_and_patch_does_not_matter(storage_format, logica
     torch.testing.assert_close(untouched.double(), _exact(late, x, torch.float32), rtol=1e-4, atol=1e-5)
 
 
-def test_x2_all_strangers_stacked(storage_format, logical_dtype, device, rng):
+def test_all_strangers_stacked(storage_format, logical_dtype, device, rng):
     results = []
     for converted_after in range(len(STRANGERS) + 1):
         layer, undo = _fresh("linear", logical_dtype, device), []
@@ -424,7 +424,7 @@ def test_x2_all_strangers_stacked(storage_format, logical_dtype, device, rng):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_t17_logical_dtype_follows_no_half_and_force_fp16(storage_format, device, rng):
+def test_logical_dtype_follows_no_half_and_force_fp16(storage_format, device, rng):
     # --no-half keeps float32, the default and --precision half make float16: before or after the conversion.
     x = torch.randn(2, 24, generator=rng).to(device)
     outputs = []
@@ -441,7 +441,7 @@ def test_t17_logical_dtype_follows_no_half_and_force_fp16(storage_format, device
     assert torch.equal(outputs[0], outputs[2])
 
 
-def test_t17_upcast_sampling(storage_format, device, rng):
+def test_upcast_sampling(storage_format, device, rng):
     # A float16 model that is given float32 conditioning outside autocast, cast by cond_cast_unet to its dtype.
     layer = convert(torch.nn.ModuleList([_fresh("linear", torch.float16, device)]), storage_format)[0]
     x = torch.randn(2, 24, generator=rng).to(device)

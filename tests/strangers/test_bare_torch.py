@@ -1,4 +1,4 @@
-"""T-25: without float8, without safetensors, without a GPU: the library imports, falls back and explains once."""
+"""Without float8, without safetensors, without a GPU: the library imports, falls back and explains once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def bare():
     return json.loads(result.stdout)
 
 
-def test_t25_formats_say_what_is_missing(bare):
+def test_formats_say_what_is_missing(bare):
     for name, problem in bare["problems"].items():
         if name == "int8":
             assert problem is None
@@ -72,21 +72,21 @@ def test_t25_formats_say_what_is_missing(bare):
             assert "\n" not in problem
 
 
-def test_t25_default_policy_falls_back_to_int8_with_one_explanation(bare):
+def test_default_policy_falls_back_to_int8_with_one_explanation(bare):
     assert bare["format"] == "int8"
     assert bare["converted"] == 5
     assert len(bare["notes"]) == 1
     assert "int8 is used instead of float8_e4m3fn" in bare["notes"][0]
 
 
-def test_t25_fallback_works(bare):
+def test_fallback_works(bare):
     assert bare["error"] < 0.02
     assert bare["type"] == "QuantWeight"
     assert bare["storage"] == "torch.int8"
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "cuda"])
-def test_t25_device_that_is_not_there_gets_an_explanation(kind):
+def test_device_that_is_not_there_gets_an_explanation(kind):
     if getattr(getattr(torch, kind, None), "is_available", lambda: False)():
         pytest.skip(f"this machine has {kind}")
     for name in lib_fp8.format_names():
@@ -98,7 +98,7 @@ def test_t25_device_that_is_not_there_gets_an_explanation(kind):
             assert "\n" not in problem
 
 
-def test_t25_every_format_is_offered_by_name_on_any_torch():
+def test_every_format_is_offered_by_name_on_any_torch():
     assert lib_fp8.format_names() == ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fn unscaled", "int8")
     assert formats.DEFAULT.name == "float8_e4m3fn"
     for name in lib_fp8.format_names():

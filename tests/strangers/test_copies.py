@@ -1,4 +1,4 @@
-"""T-8, T-21: copies are independent and hold the same bits; pickles hold plain values."""
+"""Copies are independent and hold the same bits; pickles hold plain values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ by_copy = pytest.mark.parametrize("make", [pytest.param(value, id=name) for name
 
 
 @by_copy
-def test_t8_copy_has_equal_bits_of_its_own(weight, make):
+def test_copy_has_equal_bits_of_its_own(weight, make):
     before = bits_of(weight)
     copied = make(weight)
     assert copied.dtype == weight.dtype
@@ -39,7 +39,7 @@ def test_t8_copy_has_equal_bits_of_its_own(weight, make):
     assert_bits(weight, written)
 
 
-def test_t8_copy_of_a_convolution_keeps_its_strides(conv):
+def test_copy_of_a_convolution_keeps_its_strides(conv):
     conv.to(memory_format=torch.channels_last)
     for make in (copy.deepcopy, torch.clone):
         copied = make(conv.weight)
@@ -48,7 +48,7 @@ def test_t8_copy_of_a_convolution_keeps_its_strides(conv):
 
 
 @pytest.mark.parametrize("handle", [lambda w: w.detach(), lambda w: w.data], ids=["detach", "data"])
-def test_t8_detached_handle_shares_the_bits(weight, handle):
+def test_detached_handle_shares_the_bits(weight, handle):
     other = handle(weight)
     other.fill_(0.5)
     assert_bits(weight, bits_of(other))
@@ -56,7 +56,7 @@ def test_t8_detached_handle_shares_the_bits(weight, handle):
     assert not bool(other.any())
 
 
-def test_t8_deepcopy_of_a_layer(layer):
+def test_deepcopy_of_a_layer(layer):
     copied = copy.deepcopy(layer)
     assert type(copied) is type(layer)
     assert is_parameter(copied.weight)
@@ -67,7 +67,7 @@ def test_t8_deepcopy_of_a_layer(layer):
     assert_bits(layer.weight, before)
 
 
-def test_t8_deepcopy_keeps_attributes_and_sharing(storage_format, device):
+def test_deepcopy_keeps_attributes_and_sharing(storage_format, device):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(device)
     model[1].weight = model[0].weight
     convert(model, storage_format)
@@ -79,19 +79,19 @@ def test_t8_deepcopy_keeps_attributes_and_sharing(storage_format, device):
     assert copied[0].weight.note is not model[0].weight.note
 
 
-def test_t8_deepcopy_of_a_state_dict(linear):
+def test_deepcopy_of_a_state_dict(linear):
     copied = copy.deepcopy(linear.state_dict())
     before = bits_of(linear.weight)
     linear.weight.zero_()
     assert_bits(copied["weight"], before)
 
 
-def test_t8_shallow_copy_holds_the_values(weight):
+def test_shallow_copy_holds_the_values(weight):
     assert torch.equal(copy.copy(weight) + 0, truth(weight))
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_t21_pickle_holds_plain_values(weight, protocol):
+def test_pickle_holds_plain_values(weight, protocol):
     data = pickle.dumps(weight, protocol)
     assert b"lib_fp8" not in data
     loaded = pickle.loads(data)
@@ -103,7 +103,7 @@ def test_t21_pickle_holds_plain_values(weight, protocol):
     assert torch.equal(detached, truth(weight))
 
 
-def test_t21_pickle_of_a_layer_is_an_ordinary_layer(layer):
+def test_pickle_of_a_layer_is_an_ordinary_layer(layer):
     data = pickle.dumps(layer)
     assert b"lib_fp8" not in data
     loaded = pickle.loads(data)
@@ -113,7 +113,7 @@ def test_t21_pickle_of_a_layer_is_an_ordinary_layer(layer):
     assert torch.equal(loaded.bias, layer.bias)
 
 
-def test_t21_saved_layers_do_not_overwrite_each_other(storage_format, logical_dtype, device):
+def test_saved_layers_do_not_overwrite_each_other(storage_format, logical_dtype, device):
     # What is pickled is made on the fly: a freed one must not hand its storage key to the next.
     model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(12)]).to(device, logical_dtype)
     convert(model, storage_format)
@@ -126,7 +126,7 @@ def test_t21_saved_layers_do_not_overwrite_each_other(storage_format, logical_dt
         assert torch.equal(loaded[f"{index}.bias"], part.bias)
 
 
-def test_t21_legacy_file_holds_plain_values(linear):
+def test_legacy_file_holds_plain_values(linear):
     buffer = io.BytesIO()
     torch.save(linear.state_dict(), buffer, _use_new_zipfile_serialization=False)
     assert b"lib_fp8" not in buffer.getvalue()

@@ -1,4 +1,4 @@
-"""T-3: ``param.data = x`` packs x; the Parameter, its format and its name in the module stay."""
+"""``param.data = x`` packs x; the Parameter, its format and its name in the module stay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_t3_plain_data_is_packed(linear, delta, dtype):
+def test_plain_data_is_packed(linear, delta, dtype):
     weight, plain = linear.weight, delta(linear.weight, dtype)
     weight.data = plain
     assert linear.weight is weight
@@ -20,7 +20,7 @@ def test_t3_plain_data_is_packed(linear, delta, dtype):
     assert_stores(weight, plain)
 
 
-def test_t3_packed_data_does_not_follow_its_source(weight, delta):
+def test_packed_data_does_not_follow_its_source(weight, delta):
     plain = delta(weight)
     kept = plain.clone()
     weight.data = plain
@@ -28,7 +28,7 @@ def test_t3_packed_data_does_not_follow_its_source(weight, delta):
     assert_stores(weight, kept)
 
 
-def test_t3_other_shape_is_taken_over(linear, logical_dtype, device):
+def test_other_shape_is_taken_over(linear, logical_dtype, device):
     plain = torch.linspace(-1, 1, 60, device=device).to(logical_dtype).view(5, 12)
     linear.weight.data = plain
     assert linear.weight.shape == (5, 12)
@@ -38,21 +38,21 @@ def test_t3_other_shape_is_taken_over(linear, logical_dtype, device):
     assert linear(torch.ones(2, 12, device=device)).shape == (2, 5)
 
 
-def test_t3_strides_are_taken_over(conv, delta):
+def test_strides_are_taken_over(conv, delta):
     plain = delta(conv.weight).to(memory_format=torch.channels_last)
     conv.weight.data = plain
     assert conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert_stores(conv.weight, plain)
 
 
-def test_t3_data_of_another_weight_is_taken_over(weight, storage_format, device):
+def test_data_of_another_weight_is_taken_over(weight, storage_format, device):
     other = convert(torch.nn.Linear(24, 16).to(device), storage_format).weight
     weight.data = other.data
     assert weight.dtype == torch.float32
     assert_bits(weight, bits_of(other))
 
 
-def test_t3_earlier_handle_keeps_the_old_values(weight, delta):
+def test_earlier_handle_keeps_the_old_values(weight, delta):
     handle, before = weight.detach(), bits_of(weight)
     weight.data = delta(weight)
     assert_bits(handle, before)
@@ -68,7 +68,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", [pytest.param(value, id=name) for name, value in WRITES.items()])
-def test_t3_write_into_data_reaches_the_weight(weight, delta, write):
+def test_write_into_data_reaches_the_weight(weight, delta, write):
     change, plain = delta(weight), truth(weight)
     write(plain, change)
     write(weight.data, change)
@@ -76,7 +76,7 @@ def test_t3_write_into_data_reaches_the_weight(weight, delta, write):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_t3_cast_of_its_own_data_keeps_the_bits(linear, dtype):
+def test_cast_of_its_own_data_keeps_the_bits(linear, dtype):
     before, weight = bits_of(linear.weight), linear.weight
     weight.data = weight.data.to(dtype)
     assert linear.weight is weight
@@ -84,7 +84,7 @@ def test_t3_cast_of_its_own_data_keeps_the_bits(linear, dtype):
     assert_bits(weight, before)
 
 
-def test_t3_set_through_the_tensor_class_is_not_ignored(weight, delta):
+def test_set_through_the_tensor_class_is_not_ignored(weight, delta):
     plain, before = delta(weight), bits_of(weight)
     try:
         torch.Tensor.data.__set__(weight, plain)
@@ -94,7 +94,7 @@ def test_t3_set_through_the_tensor_class_is_not_ignored(weight, delta):
         assert_stores(weight, plain)
 
 
-def test_t3_vector_to_parameters(linear):
+def test_vector_to_parameters(linear):
     plain = truth(linear.weight)
     vector = torch.nn.utils.parameters_to_vector(linear.parameters())
     assert_plain(vector, torch.cat([plain.flatten(), linear.bias]))
@@ -102,7 +102,7 @@ def test_t3_vector_to_parameters(linear):
     assert_stores(linear.weight, plain * 0.5)
 
 
-def test_t3_plain_parameter_may_replace_the_weight(linear, delta, device):
+def test_plain_parameter_may_replace_the_weight(linear, delta, device):
     plain = delta(linear.weight, torch.float32)
     linear.weight = torch.nn.Parameter(plain, requires_grad=False)
     linear.float()
@@ -110,14 +110,14 @@ def test_t3_plain_parameter_may_replace_the_weight(linear, delta, device):
     assert torch.equal(linear(x), torch.nn.functional.linear(x, plain, linear.bias))
 
 
-def test_t3_bare_tensor_is_refused_as_for_any_parameter(linear, delta):
+def test_bare_tensor_is_refused_as_for_any_parameter(linear, delta):
     before = bits_of(linear.weight)
     with pytest.raises(TypeError):
         linear.weight = delta(linear.weight)
     assert_bits(linear.weight, before)
 
 
-def test_t3_integer_data_is_refused_and_leaves_the_bits(weight):
+def test_integer_data_is_refused_and_leaves_the_bits(weight):
     before = bits_of(weight)
     with pytest.raises((ValueError, RuntimeError, TypeError)):
         weight.data = torch.zeros(16, 24, dtype=torch.int64, device=weight.device)

@@ -1,4 +1,4 @@
-"""T-4, T-5, X1: a cast relabels, a cast to float8 does nothing, and the visible dtype is the logical one."""
+"""A cast relabels, a cast to float8 does nothing, and the visible dtype is the logical one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ by_dtype = pytest.mark.parametrize("dtype", LOGICAL, ids=name)
 
 @by_cast
 @by_dtype
-def test_t4_cast_relabels_and_has_its_own_storage(weight, cast, dtype):
+def test_cast_relabels_and_has_its_own_storage(weight, cast, dtype):
     before = bits_of(weight)
     result = cast(weight, dtype)
     assert result.dtype == dtype
@@ -49,7 +49,7 @@ def test_t4_cast_relabels_and_has_its_own_storage(weight, cast, dtype):
 
 
 @pytest.mark.parametrize("copied", [lambda w: w.to(w.dtype, copy=True), lambda w: w.to("cpu", copy=True)])
-def test_t4_copy_has_its_own_storage(weight, copied):
+def test_copy_has_its_own_storage(weight, copied):
     before = bits_of(weight)
     backup = copied(weight)
     assert backup is not weight
@@ -61,26 +61,26 @@ def test_t4_copy_has_its_own_storage(weight, copied):
 
 
 @pytest.mark.parametrize("path", list(itertools.permutations(LOGICAL)), ids=lambda path: "-".join(map(name, path)))
-def test_t4_round_trips_keep_the_bits(weight, logical_dtype, path):
+def test_round_trips_keep_the_bits(weight, logical_dtype, path):
     before, moved = bits_of(weight), weight
     for dtype in (*path, logical_dtype):
         moved = moved.to(dtype)
     assert_bits(moved, before)
 
 
-def test_t4_double_holds_the_values(weight):
+def test_double_holds_the_values(weight):
     assert torch.equal(weight.double() + 0, truth(weight, torch.float32).double())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool, torch.complex64], ids=name)
-def test_t4_cast_to_another_kind_gives_plain_values(weight, dtype):
+def test_cast_to_another_kind_gives_plain_values(weight, dtype):
     weight.mul_(400)
     assert_plain(weight.to(dtype), truth(weight).to(dtype))
 
 
 @pytest.mark.parametrize("dtype_name", FLOAT8 or ["float8_e4m3fn"])
 @pytest.mark.parametrize("spelling", ["to", "type", "to_copy", "to_device"])
-def test_t5_cast_to_float8_changes_nothing(weight, dtype_name, spelling):
+def test_cast_to_float8_changes_nothing(weight, dtype_name, spelling):
     if not FLOAT8:
         pytest.skip(f"torch {torch.__version__} has no float8")
     dtype, before = getattr(torch, dtype_name), bits_of(weight)
@@ -96,7 +96,7 @@ def test_t5_cast_to_float8_changes_nothing(weight, dtype_name, spelling):
     assert torch.equal(result + 0, truth(weight))
 
 
-def test_x1_probes_see_the_logical_dtype(linear, logical_dtype):
+def test_probes_see_the_logical_dtype(linear, logical_dtype):
     probe = next(linear.parameters())
     assert isinstance(probe, QuantWeight)
     assert probe.dtype == linear.weight.dtype == linear.state_dict()["weight"].dtype == logical_dtype
@@ -115,7 +115,7 @@ def test_x1_probes_see_the_logical_dtype(linear, logical_dtype):
     assert not probe.is_complex()
 
 
-def test_x1_result_type_is_that_of_a_plain_weight(weight):
+def test_result_type_is_that_of_a_plain_weight(weight):
     plain = truth(weight)
     for other in (1.5, torch.ones(1, dtype=torch.float64), torch.ones(2, 24), torch.ones(2, 24, dtype=torch.bfloat16)):
         assert torch.result_type(weight, other) == torch.result_type(plain, other)
@@ -138,12 +138,12 @@ CREATORS = {
 
 
 @pytest.mark.parametrize("create", [pytest.param(value, id=key) for key, value in CREATORS.items()])
-def test_x1_tensors_made_after_the_weight_are_plain(weight, create):
+def test_tensors_made_after_the_weight_are_plain(weight, create):
     assert_plain(create(weight), create(truth(weight)))
 
 
 @pytest.mark.parametrize("create", [torch.rand_like, torch.randn_like], ids=["rand_like", "randn_like"])
-def test_x1_random_tensors_made_after_the_weight_are_plain(weight, create):
+def test_random_tensors_made_after_the_weight_are_plain(weight, create):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         value = create(weight)
@@ -151,7 +151,7 @@ def test_x1_random_tensors_made_after_the_weight_are_plain(weight, create):
         assert_plain(value, create(truth(weight)))
 
 
-def test_x6_conditioner_multiplies_in_the_dtype_of_the_model(linear, logical_dtype, device):
+def test_conditioner_multiplies_in_the_dtype_of_the_model(linear, logical_dtype, device):
     embedding = torch.ones(2, 24, dtype=torch.float32, device=device).to(next(linear.parameters()).dtype)
     mask = torch.tensor([0.0, 1.0], device=device)[:, None].to(embedding.dtype)
     assert (embedding * mask).sum().item() == 24

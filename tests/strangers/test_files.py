@@ -1,4 +1,4 @@
-"""T-21: files written by strangers hold plain values, or are not written at all; never raw bits."""
+"""Files written by strangers hold plain values, or are not written at all; never raw bits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def read_elsewhere(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["state", "parameters"])
 @pytest.mark.parametrize("dtype_name", DTYPES)
 @pytest.mark.parametrize("format_name", lib_fp8.format_names())
-def test_t21_torch_file_is_read_where_the_library_is_missing(read_elsewhere, format_name, dtype_name, kind):
+def test_torch_file_is_read_where_the_library_is_missing(read_elsewhere, format_name, dtype_name, kind):
     folder, models, found = read_elsewhere
     if (format_name, dtype_name) not in models:
         pytest.skip(lib_fp8.get_format(format_name).problem("cpu"))
@@ -99,7 +99,7 @@ def _stored_plainly(state, loaded):
         assert torch.equal(loaded[name], plain)
 
 
-def test_t21_safetensors_file_is_plain_or_refused(state, tmp_path):
+def test_safetensors_file_is_plain_or_refused(state, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     path = tmp_path / "model.safetensors"
     try:
@@ -110,7 +110,7 @@ def test_t21_safetensors_file_is_plain_or_refused(state, tmp_path):
         _stored_plainly(state, safetensors.load_file(path))
 
 
-def test_t21_safetensors_bytes_are_plain_or_refused(state):
+def test_safetensors_bytes_are_plain_or_refused(state):
     safetensors = pytest.importorskip("safetensors.torch")
     try:
         data = safetensors.save(state)
@@ -119,7 +119,7 @@ def test_t21_safetensors_bytes_are_plain_or_refused(state):
     _stored_plainly(state, safetensors.load(data))
 
 
-def test_t21_safetensors_model_is_plain_or_refused(storage_format, logical_dtype, tmp_path):
+def test_safetensors_model_is_plain_or_refused(storage_format, logical_dtype, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     with torch.random.fork_rng():
         model = _model(storage_format, logical_dtype)
@@ -132,7 +132,7 @@ def test_t21_safetensors_model_is_plain_or_refused(storage_format, logical_dtype
         _stored_plainly(model.state_dict(), safetensors.load_file(path))
 
 
-def test_t21_safetensors_file_of_dequantized_tensors(state, tmp_path):
+def test_safetensors_file_of_dequantized_tensors(state, tmp_path):
     # The way that the refusal names.
     safetensors = pytest.importorskip("safetensors.torch")
     plain = {name: value.dequantize() if hasattr(value, "qdata") else value for name, value in state.items()}
@@ -140,7 +140,7 @@ def test_t21_safetensors_file_of_dequantized_tensors(state, tmp_path):
     _stored_plainly(state, safetensors.load_file(tmp_path / "model.safetensors"))
 
 
-def test_t21_safetensors_file_fills_a_converted_model(storage_format, logical_dtype, tmp_path):
+def test_safetensors_file_fills_a_converted_model(storage_format, logical_dtype, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     with torch.random.fork_rng():
         model = _model(storage_format, logical_dtype)

@@ -1,4 +1,4 @@
-"""T-12, T-14, T-21, X1, X2: whoever reads a weight, in whatever way, reads its true values in a plain tensor."""
+"""Whoever reads a weight, in whatever way, reads its true values in a plain tensor."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("read", [pytest.param(value, id=name) for name, value in READERS.items()])
-def test_t21_reader_gets_the_values_of_a_plain_weight(weight, read):
+def test_reader_gets_the_values_of_a_plain_weight(weight, read):
     before = bits_of(weight)
     expected = on_plain(_outcome, read, torch.nn.Parameter(truth(weight), requires_grad=False))
     _same(_outcome(read, weight), expected)
@@ -143,12 +143,12 @@ IN_FLOAT32 = {
 
 
 @pytest.mark.parametrize("read", [pytest.param(value, id=name) for name, value in IN_FLOAT32.items()])
-def test_t21_reader_that_casts_gets_the_values(weight, read):
+def test_reader_that_casts_gets_the_values(weight, read):
     # A cast decodes anew, so an int8 weight read in float32 is not rounded to float16 on the way.
     _same(read(weight), read(truth(weight, torch.float32)))
 
 
-def test_t21_print_shows_the_values(weight):
+def test_print_shows_the_values(weight):
     plain = truth(weight)
     for text in (repr(weight), str(weight), f"{weight}", "%s" % weight):  # noqa: UP031
         assert repr(plain) in text
@@ -157,17 +157,17 @@ def test_t21_print_shows_the_values(weight):
     assert "Linear" in repr(torch.nn.Linear(2, 2))
 
 
-def test_t21_summarised_print(storage_format):
+def test_summarised_print(storage_format):
     big = QuantWeight.from_weight(torch.ones(200, 200), storage_format)
     assert "..." in repr(big)
 
 
-def test_t21_raw_memory_is_refused(weight):
+def test_raw_memory_is_refused(weight):
     with pytest.raises(RuntimeError, match="dequantize"):
         weight.data_ptr()
 
 
-def test_t21_new_tensor_from_a_weight_is_independent(weight):
+def test_new_tensor_from_a_weight_is_independent(weight):
     before = bits_of(weight)
     with pytest.warns(UserWarning, match="copy construct"):
         copied = torch.tensor(weight)
@@ -177,16 +177,16 @@ def test_t21_new_tensor_from_a_weight_is_independent(weight):
 
 
 @pytest.mark.parametrize("convert", [torch.as_tensor, torch.asarray, lambda w: w.flatten(1), lambda w: w.contiguous()])
-def test_t21_conversion_that_has_nothing_to_do_gives_the_weight(weight, convert):
+def test_conversion_that_has_nothing_to_do_gives_the_weight(weight, convert):
     assert convert(weight) is weight
 
 
-def test_t21_to_sparse_and_back(weight):
+def test_to_sparse_and_back(weight):
     weight[0] = 0
     assert_plain(weight.to_sparse().to_dense(), truth(weight))
 
 
-# Products, T-14, X2
+# Products
 
 
 PRODUCTS = {
@@ -204,7 +204,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("product", [pytest.param(value, id=name) for name, value in PRODUCTS.items()])
-def test_x2_products_with_a_weight(weight, product, rng):
+def test_products_with_a_weight(weight, product, rng):
     x = torch.randn(3, 24, generator=rng).to(weight.device, weight.dtype)
     expected = on_plain(product, x, truth(weight))
     found = product(x, weight)
@@ -213,7 +213,7 @@ def test_x2_products_with_a_weight(weight, product, rng):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_x2_weight_as_the_left_operand(weight, dtype, rng):
+def test_weight_as_the_left_operand(weight, dtype, rng):
     # A LoRA over a LoRA: the layer's weight goes through another layer as its input.
     down = torch.randn(4, 24, generator=rng).to(weight.device, weight.dtype)
     expected = on_plain(F.linear, truth(weight), down)
@@ -221,7 +221,7 @@ def test_x2_weight_as_the_left_operand(weight, dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_t14_control_lora_casts_the_weight_to_its_input(linear, dtype, rng):
+def test_control_lora_casts_the_weight_to_its_input(linear, dtype, rng):
     x = torch.randn(3, 24, generator=rng).to(linear.weight.device, dtype)
     up = torch.randn(16, 2, generator=rng).to(x) * 0.1
     down = torch.randn(2, 24, generator=rng).to(x) * 0.1
@@ -236,7 +236,7 @@ def test_t14_control_lora_casts_the_weight_to_its_input(linear, dtype, rng):
     close(found, x.double() @ exact.t() + linear.bias.to(x).double())
 
 
-def test_t14_control_lora_of_a_convolution(conv, rng):
+def test_control_lora_of_a_convolution(conv, rng):
     x = torch.randn(1, 6, 5, 5, generator=rng).to(conv.weight.device)
     change = torch.randn(8, 54, generator=rng).to(x).view(conv.weight.shape) * 0.1
     found = F.conv2d(x, conv.weight.to(x) + change, conv.bias.to(x), padding=1)
@@ -245,7 +245,7 @@ def test_t14_control_lora_of_a_convolution(conv, rng):
 
 
 @pytest.mark.parametrize("cast", ["half", "float", "bfloat16"])
-def test_x2_linear_over_a_cast_weight(linear, cast, rng):
+def test_linear_over_a_cast_weight(linear, cast, rng):
     x = torch.randn(3, 24, generator=rng).to(linear.weight.device)
     weight = getattr(linear.weight, cast)()
     found = F.linear(x, weight, linear.bias.float())
@@ -253,10 +253,10 @@ def test_x2_linear_over_a_cast_weight(linear, cast, rng):
     close(found, x.double() @ truth(linear.weight, torch.float32).double().t() + linear.bias.double())
 
 
-# T-12: what network modules do with the original weight
+# What network modules do with the original weight
 
 
-def test_t12_dora_norm(layer, delta, logical_dtype):
+def test_dora_norm(layer, delta, logical_dtype):
     def merged(weight, change, magnitude):
         total = change + weight.to(change.dtype)
         dims = total.dim() - 1
@@ -269,19 +269,19 @@ def test_t12_dora_norm(layer, delta, logical_dtype):
     assert_plain(merged(weight, change, magnitude), on_plain(merged, truth(weight), change, magnitude))
 
 
-def test_t12_ia3_multiplies_the_original(layer, delta):
+def test_ia3_multiplies_the_original(layer, delta):
     vector = delta(layer.weight).flatten(1)[:, :1].reshape(-1, *[1] * (layer.weight.dim() - 1))
     result = (layer.weight * vector).reshape(layer.weight.shape)
     assert_plain(result, truth(layer.weight) * vector)
 
 
-def test_t12_full_and_norm_differences(layer, delta):
+def test_full_and_norm_differences(layer, delta):
     change = delta(layer.weight, torch.float32)
     assert_plain(change - layer.weight, change - truth(layer.weight))
     assert layer.weight.size().numel() == change.size().numel()
 
 
-def test_t12_oft_rotates_the_original(layer, rng):
+def test_oft_rotates_the_original(layer, rng):
     einops = pytest.importorskip("einops")
     blocks = torch.randn(4, layer.weight.shape[0] // 4, layer.weight.shape[0] // 4, generator=rng)
     blocks = blocks.to(layer.weight.device, layer.weight.dtype) * 0.1
@@ -299,12 +299,12 @@ def test_t12_oft_rotates_the_original(layer, rng):
     ("pattern", "sizes"),
     [("o i -> i o", {}), ("(a b) i -> a b i", {"a": 2}), ("o (h d) -> h o d", {"h": 3}), ("o i -> (o i)", {})],
 )
-def test_t12_einops_rearrange(weight, pattern, sizes):
+def test_einops_rearrange(weight, pattern, sizes):
     einops = pytest.importorskip("einops")
     assert_plain(einops.rearrange(weight, pattern, **sizes), einops.rearrange(truth(weight), pattern, **sizes))
 
 
-def test_t12_einops_reduce_and_repeat(weight):
+def test_einops_reduce_and_repeat(weight):
     einops = pytest.importorskip("einops")
     assert_plain(einops.reduce(weight, "o i -> o", "max"), einops.reduce(truth(weight), "o i -> o", "max"))
     assert_plain(einops.repeat(weight, "o i -> o r i", r=2), einops.repeat(truth(weight), "o i -> o r i", r=2))
@@ -313,7 +313,7 @@ def test_t12_einops_reduce_and_repeat(weight):
 # EMA
 
 
-def test_x1_ema_follows_the_weight(linear):
+def test_ema_follows_the_weight(linear):
     ema = truth(linear.weight, torch.float32) + 1
     expected = ema.clone()
     for _ in range(3):
@@ -322,7 +322,7 @@ def test_x1_ema_follows_the_weight(linear):
     assert_plain(ema, expected)
 
 
-def test_x1_ema_is_copied_into_the_weight_and_back(linear, delta):
+def test_ema_is_copied_into_the_weight_and_back(linear, delta):
     ema, stored = delta(linear.weight, torch.float32), linear.weight.clone()
     before = bits_of(linear.weight)
     linear.weight.data.copy_(ema.data)
@@ -331,7 +331,7 @@ def test_x1_ema_is_copied_into_the_weight_and_back(linear, delta):
     assert_bits(linear.weight, before)
 
 
-def test_x1_ema_held_in_8_bits_is_packed_at_every_step(linear, delta):
+def test_ema_held_in_8_bits_is_packed_at_every_step(linear, delta):
     ema, change = linear.weight.detach().clone(), delta(linear.weight)
     for _ in range(3):
         expected = rounded(truth(ema).mul_(0.5), ema.format).add_(change, alpha=0.5)

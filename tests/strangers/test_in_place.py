@@ -1,4 +1,4 @@
-"""T-1, L14: whoever writes into the whole weight changes the weight, packed again in place."""
+"""Whoever writes into the whole weight changes the weight, packed again in place."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _ids(table):
 
 
 @pytest.mark.parametrize("write", _ids(RETURNING))
-def test_t1_write_is_packed_in_place_and_returns_the_weight(weight, delta, write):
+def test_write_is_packed_in_place_and_returns_the_weight(weight, delta, write):
     change, plain = delta(weight), truth(weight)
     on_plain(write, plain, change)
     handle, inner = weight.detach(), weight.qdata
@@ -78,7 +78,7 @@ def test_t1_write_is_packed_in_place_and_returns_the_weight(weight, delta, write
 
 
 @pytest.mark.parametrize("write", _ids(SILENT))
-def test_t1_foreach_write_is_packed_in_place(weight, delta, write):
+def test_foreach_write_is_packed_in_place(weight, delta, write):
     if write is SILENT["foreach_copy"] and not hasattr(torch, "_foreach_copy_"):
         pytest.skip(f"torch {torch.__version__} has no _foreach_copy_")
     change, plain = delta(weight), truth(weight)
@@ -91,7 +91,7 @@ def test_t1_foreach_write_is_packed_in_place(weight, delta, write):
 
 
 @pytest.mark.parametrize("draw", [torch.Tensor.normal_, torch.Tensor.uniform_], ids=["normal", "uniform"])
-def test_t1_random_fill_draws_what_a_plain_weight_draws(weight, draw, device):
+def test_random_fill_draws_what_a_plain_weight_draws(weight, draw, device):
     if device.type != "cpu":
         pytest.skip("the seeded generator of this test lives on the CPU")
     plain = truth(weight)
@@ -100,7 +100,7 @@ def test_t1_random_fill_draws_what_a_plain_weight_draws(weight, draw, device):
     assert_stores(weight, plain)
 
 
-def test_t1_convolution_weight_is_packed_in_place(conv, delta):
+def test_convolution_weight_is_packed_in_place(conv, delta):
     change, plain = delta(conv.weight), truth(conv.weight)
     plain += change
     before = conv.weight
@@ -109,7 +109,7 @@ def test_t1_convolution_weight_is_packed_in_place(conv, delta):
     assert_stores(conv.weight, plain)
 
 
-def test_t1_channels_last_weight_is_packed_in_place(conv, delta):
+def test_channels_last_weight_is_packed_in_place(conv, delta):
     conv.to(memory_format=torch.channels_last)
     change, plain = delta(conv.weight), truth(conv.weight)
     plain *= change
@@ -118,7 +118,7 @@ def test_t1_channels_last_weight_is_packed_in_place(conv, delta):
     assert_stores(conv.weight, plain)
 
 
-def test_t1_module_initialisation_reaches_the_weight(linear, device, logical_dtype):
+def test_module_initialisation_reaches_the_weight(linear, device, logical_dtype):
     twin = torch.nn.Linear(24, 16).to(device, logical_dtype)
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -128,7 +128,7 @@ def test_t1_module_initialisation_reaches_the_weight(linear, device, logical_dty
     assert_stores(linear.weight, twin.weight)
 
 
-def test_t1_copy_between_weights_of_one_format_copies_the_bits(weight, storage_format, device):
+def test_copy_between_weights_of_one_format_copies_the_bits(weight, storage_format, device):
     other = convert(torch.nn.Linear(24, 16).to(device), storage_format).weight
     expected = bits_of(other)
     assert weight.copy_(other) is weight
@@ -138,7 +138,7 @@ def test_t1_copy_between_weights_of_one_format_copies_the_bits(weight, storage_f
 
 
 @pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fn unscaled"])
-def test_t1_copy_from_another_format_packs_the_values(weight, name, device):
+def test_copy_from_another_format_packs_the_values(weight, name, device):
     if (problem := get_format(name).problem(device)) is not None:
         pytest.skip(problem)
     other = convert(torch.nn.Linear(24, 16).to(device, weight.dtype), get_format(name)).weight
@@ -150,13 +150,13 @@ def test_t1_copy_from_another_format_packs_the_values(weight, name, device):
         assert_bits(weight, expected)
 
 
-def test_t1_copy_to_a_plain_tensor_gives_the_values(weight):
+def test_copy_to_a_plain_tensor_gives_the_values(weight):
     target = torch.full_like(truth(weight), 7)
     assert target.copy_(weight) is target
     assert torch.equal(target, truth(weight))
 
 
-def test_t1_layer_computes_with_what_was_written(linear, delta, device):
+def test_layer_computes_with_what_was_written(linear, delta, device):
     x = torch.eye(24, device=device)
     before = linear(x)
     change = delta(linear.weight)
@@ -173,7 +173,7 @@ def test_t1_layer_computes_with_what_was_written(linear, delta, device):
     [lambda w: w.add_(torch.zeros(3, device=w.device)), lambda w: w.copy_(torch.zeros(5, 5, device=w.device))],
     ids=["add", "copy"],
 )
-def test_t1_failed_write_raises_and_leaves_the_bits(weight, write):
+def test_failed_write_raises_and_leaves_the_bits(weight, write):
     before = bits_of(weight)
     with pytest.raises(RuntimeError):
         write(weight)
@@ -185,7 +185,7 @@ def test_t1_failed_write_raises_and_leaves_the_bits(weight, write):
     [lambda w: w.t_(), lambda w: w.unsqueeze_(0), lambda w: w.resize_(2, 2)],
     ids=["t", "unsqueeze", "resize"],
 )
-def test_t1_change_of_shape_in_place_raises_and_leaves_the_bits(weight, reshape):
+def test_change_of_shape_in_place_raises_and_leaves_the_bits(weight, reshape):
     before = bits_of(weight)
     with pytest.raises(RuntimeError):
         reshape(weight)
@@ -194,7 +194,7 @@ def test_t1_change_of_shape_in_place_raises_and_leaves_the_bits(weight, reshape)
 
 
 @pytest.mark.parametrize("operate", [operator.add, operator.sub, operator.mul, operator.truediv])
-def test_l14_arithmetic_gives_plain_results_and_leaves_the_weight(weight, delta, operate):
+def test_arithmetic_gives_plain_results_and_leaves_the_weight(weight, delta, operate):
     before, plain, other = bits_of(weight), truth(weight), delta(weight) + 1
     for result, expected in (
         (operate(weight, other), operate(plain, other)),

@@ -1,4 +1,4 @@
-"""T-26, L16: classes, names and attributes of layers stay, so whoever looks for them finds them."""
+"""Classes, names and attributes of layers stay, so whoever looks for them finds them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pair(storage_format, logical_dtype, device):
     return convert(copy.deepcopy(block), storage_format), block
 
 
-def test_t26_classes_and_names_are_unchanged(pair):
+def test_classes_and_names_are_unchanged(pair):
     converted, plain = pair
     assert [(name, type(module)) for name, module in converted.named_modules()] == [
         (name, type(module)) for name, module in plain.named_modules()
@@ -40,7 +40,7 @@ def test_t26_classes_and_names_are_unchanged(pair):
         assert mine.forward.__func__ is other.forward.__func__
 
 
-def test_t26_attributes_that_trainers_read(pair):
+def test_attributes_that_trainers_read(pair):
     converted, plain = pair
     for layer, other in ((converted.ff[0], plain.ff[0]), (converted.conv, plain.conv)):
         for name in ("in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "padding"):
@@ -52,7 +52,7 @@ def test_t26_attributes_that_trainers_read(pair):
         assert isinstance(layer.weight, torch.Tensor)
 
 
-def test_t26_trainer_finds_layers_by_class_name(pair):
+def test_trainer_finds_layers_by_class_name(pair):
     converted, plain = pair
 
     def found(model):
@@ -61,7 +61,7 @@ def test_t26_trainer_finds_layers_by_class_name(pair):
     assert found(converted) == found(plain) == ["conv", "ff.0", "ff.2"]
 
 
-def test_t26_trainer_merges_through_the_state_dict_of_a_layer(pair, rng):
+def test_trainer_merges_through_the_state_dict_of_a_layer(pair, rng):
     layer = pair[0].ff[0]
     up, down = torch.randn(16, 2, generator=rng) * 0.1, torch.randn(2, 8, generator=rng) * 0.1
     state = layer.state_dict()
@@ -72,7 +72,7 @@ def test_t26_trainer_merges_through_the_state_dict_of_a_layer(pair, rng):
     assert error < 0.1
 
 
-def test_t26_tiling_makes_convolutions_circular(conv, device, rng):
+def test_tiling_makes_convolutions_circular(conv, device, rng):
     twin = torch.nn.Conv2d(6, 8, 3, padding=1, padding_mode="circular").to(device)
     twin.weight.data, twin.bias.data = truth(conv.weight, torch.float32), conv.bias.float()
     x = torch.randn(1, 6, 5, 5, generator=rng).to(device)
@@ -85,7 +85,7 @@ def test_t26_tiling_makes_convolutions_circular(conv, device, rng):
     assert torch.equal(conv(x), straight)
 
 
-def test_t26_tiling_by_a_replaced_conv_forward(conv, device, rng):
+def test_tiling_by_a_replaced_conv_forward(conv, device, rng):
     # Other tiling code replaces _conv_forward and pads by itself, per axis.
     x = torch.randn(1, 6, 5, 5, generator=rng).to(device)
 
@@ -99,7 +99,7 @@ def test_t26_tiling_by_a_replaced_conv_forward(conv, device, rng):
     torch.testing.assert_close(conv(x), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_t26_class_of_their_own_stays(storage_format, logical_dtype, device):
+def test_class_of_their_own_stays(storage_format, logical_dtype, device):
     class QkvLinear(torch.nn.Linear):
         pass
 

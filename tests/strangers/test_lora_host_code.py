@@ -1,4 +1,4 @@
-"""T-11, T-12, T-13, L2, L7, L16, L21: what the Lora code of the WebUI does to weights, told in our own words."""
+"""What the Lora code of the WebUI does to weights, told in our own words."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ by_updown = pytest.mark.parametrize("updown_dtype", [torch.float16, torch.bfloat
 
 @by_merge
 @by_updown
-def test_t11_one_network(layer, delta, merge, updown_dtype):
+def test_one_network(layer, delta, merge, updown_dtype):
     updown, host = delta(layer.weight, updown_dtype), Host(layer, merge)
     if merge is _add:
         expected = truth(layer.weight)
@@ -73,7 +73,7 @@ def test_t11_one_network(layer, delta, merge, updown_dtype):
 
 
 @by_merge
-def test_t11_two_networks_both_act(layer, delta, merge, storage_format):
+def test_two_networks_both_act(layer, delta, merge, storage_format):
     first, second, host = delta(layer.weight), delta(layer.weight), Host(layer, merge)
     base = truth(layer.weight, torch.float32)
     host.apply([first, second])
@@ -88,7 +88,7 @@ def test_t11_two_networks_both_act(layer, delta, merge, storage_format):
 
 
 @by_merge
-def test_t11_removal_over_100_cycles_keeps_the_bits(linear, delta, merge):
+def test_removal_over_100_cycles_keeps_the_bits(linear, delta, merge):
     updowns, host, before = [delta(linear.weight), delta(linear.weight)], Host(linear, merge), bits_of(linear.weight)
     weight, bias = linear.weight, linear.bias.clone()
     merged = None
@@ -104,7 +104,7 @@ def test_t11_removal_over_100_cycles_keeps_the_bits(linear, delta, merge):
 
 
 @by_merge
-def test_t11_removal_from_a_convolution_keeps_the_bits(conv, delta, merge):
+def test_removal_from_a_convolution_keeps_the_bits(conv, delta, merge):
     host, before = Host(conv, merge), bits_of(conv.weight)
     for _ in range(3):
         host.apply([delta(conv.weight)])
@@ -114,7 +114,7 @@ def test_t11_removal_from_a_convolution_keeps_the_bits(conv, delta, merge):
 
 
 @by_merge
-def test_t11_multiplier_that_changes_at_every_step(linear, delta, merge):
+def test_multiplier_that_changes_at_every_step(linear, delta, merge):
     updown, host = delta(linear.weight), Host(linear, merge)
     base = truth(linear.weight)
     for step in range(20):
@@ -127,7 +127,7 @@ def test_t11_multiplier_that_changes_at_every_step(linear, delta, merge):
         assert_stores(linear.weight, expected)
 
 
-def test_t11_backup_is_taken_of_bits_and_not_of_the_live_weight(layer):
+def test_backup_is_taken_of_bits_and_not_of_the_live_weight(layer):
     host, before = Host(layer, _add), bits_of(layer.weight)
     assert isinstance(host.backup, QuantWeight)
     assert host.backup.device.type == "cpu"
@@ -136,7 +136,7 @@ def test_t11_backup_is_taken_of_bits_and_not_of_the_live_weight(layer):
 
 
 @by_merge
-def test_l16_network_changes_the_output(layer, delta, merge, device):
+def test_network_changes_the_output(layer, delta, merge, device):
     x = torch.ones((2, 24) if isinstance(layer, torch.nn.Linear) else (1, 6, 4, 4), device=device)
     before, host = layer(x), Host(layer, merge)
     host.apply([delta(layer.weight) * 5])
@@ -145,7 +145,7 @@ def test_l16_network_changes_the_output(layer, delta, merge, device):
     assert torch.equal(layer(x), before)
 
 
-def test_t11_merge_survives_moves_in_between(layer, delta, logical_dtype):
+def test_merge_survives_moves_in_between(layer, delta, logical_dtype):
     before, host = bits_of(layer.weight), Host(layer, _add)
     host.apply([delta(layer.weight)])
     merged = bits_of(layer.weight)
@@ -155,7 +155,7 @@ def test_t11_merge_survives_moves_in_between(layer, delta, logical_dtype):
     assert_bits(layer.weight, before)
 
 
-# L2, T-12: multi-head attention of SDXL's second text encoder
+# Multi-head attention of SDXL's second text encoder
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def attention(storage_format, logical_dtype, device):
 
 
 @by_updown
-def test_l2_attention_takes_all_four_deltas(attention, updown_dtype, device, rng):
+def test_attention_takes_all_four_deltas(attention, updown_dtype, device, rng):
     def updown(*shape):
         return (torch.randn(shape, generator=rng) * 0.02).to(device, updown_dtype)
 
@@ -193,7 +193,7 @@ def test_l2_attention_takes_all_four_deltas(attention, updown_dtype, device, rng
     assert_bits(attention.out_proj.weight, before)
 
 
-def test_t12_fused_qkv_linear(storage_format, logical_dtype, device, rng):
+def test_fused_qkv_linear(storage_format, logical_dtype, device, rng):
     # SD3: one Linear holds q, k and v; the host splits it, asks three networks and adds the stack.
     layer = convert(torch.nn.ModuleList([torch.nn.Linear(8, 24)]).to(device, logical_dtype), storage_format)[0]
     parts = layer.weight.chunk(3, 0)
@@ -207,7 +207,7 @@ def test_t12_fused_qkv_linear(storage_format, logical_dtype, device, rng):
     assert_stores(layer.weight, plain)
 
 
-# T-13, L7: a bias for a layer that has none
+# A bias for a layer that has none
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def bare(storage_format, logical_dtype, device):
 
 
 @by_merge
-def test_t13_ex_bias_of_the_logical_dtype(bare, delta, merge, logical_dtype, device):
+def test_ex_bias_of_the_logical_dtype(bare, delta, merge, logical_dtype, device):
     ex_bias, before = torch.full((16,), 0.5, dtype=logical_dtype, device=device), bits_of(bare.weight)
     x, host = torch.zeros(2, 24, device=device), Host(bare, merge)
     host.apply([delta(bare.weight)], ex_bias)
@@ -231,7 +231,7 @@ def test_t13_ex_bias_of_the_logical_dtype(bare, delta, merge, logical_dtype, dev
     assert_bits(bare.weight, before)
 
 
-def test_t13_ex_bias_of_another_dtype_fails_as_on_a_plain_layer(bare, delta, logical_dtype, device):
+def test_ex_bias_of_another_dtype_fails_as_on_a_plain_layer(bare, delta, logical_dtype, device):
     # A defect of the host (the converted Parameter is no Parameter), which must not come with fp16 networks.
     other = torch.float32 if logical_dtype != torch.float32 else torch.float16
     with pytest.raises(TypeError, match="bias"):
@@ -239,7 +239,7 @@ def test_t13_ex_bias_of_another_dtype_fails_as_on_a_plain_layer(bare, delta, log
 
 
 @by_merge
-def test_l4_ex_bias_on_a_layer_with_one(linear, delta, merge):
+def test_ex_bias_on_a_layer_with_one(linear, delta, merge):
     ex_bias, host = torch.ones_like(linear.bias), Host(linear, merge)
     expected, before = linear.bias + ex_bias, linear.bias.clone()
     host.apply([delta(linear.weight)], ex_bias)
@@ -249,11 +249,11 @@ def test_l4_ex_bias_on_a_layer_with_one(linear, delta, merge):
     assert torch.equal(linear.bias, before)
 
 
-# L21: the inpainting model's first convolution
+# The inpainting model's first convolution
 
 
 @by_merge
-def test_l21_four_channel_network_on_a_nine_channel_convolution(storage_format, logical_dtype, device, merge, rng):
+def test_four_channel_network_on_a_nine_channel_convolution(storage_format, logical_dtype, device, merge, rng):
     layers = torch.nn.ModuleList([torch.nn.Conv2d(9, 8, 3)]).to(device, logical_dtype)
     layer = convert(layers, storage_format)[0]
     updown = (torch.randn(8, 4, 3, 3, generator=rng) * 0.02).to(device, logical_dtype)
@@ -267,7 +267,7 @@ def test_l21_four_channel_network_on_a_nine_channel_convolution(storage_format, 
     assert_bits(layer.weight, before)
 
 
-# L4: IA3, OFT, DoRA and full networks through the whole host
+# IA3, OFT, DoRA and full networks through the whole host
 
 
 def _ia3(weight):
@@ -292,7 +292,7 @@ def _full(weight):
 
 @by_merge
 @pytest.mark.parametrize("network", [_ia3, _oft, _dora, _full], ids=lambda function: function.__name__)
-def test_l4_every_family_of_networks_acts(linear, merge, network):
+def test_every_family_of_networks_acts(linear, merge, network):
     plain = truth(linear.weight)
     updown = on_plain(network, plain)
     exact = truth(linear.weight, torch.float32).double() + updown.double()

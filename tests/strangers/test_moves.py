@@ -1,4 +1,4 @@
-"""T-6, T-7, T-19, T-20, M12: moves reach the inner tensors and never unpack a weight."""
+"""Moves reach the inner tensors and never unpack a weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _needs_cuda(device):
         pytest.skip("needs a CUDA device")
 
 
-def test_t6_meta_reaches_the_inner_tensors(layer, logical_dtype):
+def test_meta_reaches_the_inner_tensors(layer, logical_dtype):
     shape = layer.weight.shape
     layer.to("meta")
     assert isinstance(layer.weight, QuantWeight)
@@ -32,18 +32,18 @@ def test_t6_meta_reaches_the_inner_tensors(layer, logical_dtype):
     assert all(inner.is_meta for inner in _inner(layer.weight))
 
 
-def test_t6_layer_on_meta_computes_on_meta(linear):
+def test_layer_on_meta_computes_on_meta(linear):
     linear.to("meta")
     assert linear(torch.empty(2, 24, device="meta")).shape == (2, 16)
 
 
-def test_t6_weight_on_meta_gives_meta_results(linear):
+def test_weight_on_meta_gives_meta_results(linear):
     linear.to("meta")
     assert (linear.weight + 1).is_meta
     assert "meta" in repr(linear.weight)
 
 
-def test_t6_weight_on_meta_is_filled_again(linear, device, logical_dtype):
+def test_weight_on_meta_is_filled_again(linear, device, logical_dtype):
     plain, bias = truth(linear.weight), linear.bias.clone()
     linear.to("meta").to_empty(device=device)
     linear.load_state_dict({"weight": plain, "bias": bias})
@@ -52,7 +52,7 @@ def test_t6_weight_on_meta_is_filled_again(linear, device, logical_dtype):
 
 
 @pytest.mark.parametrize("move", ["module", "tensor", "contiguous", "clone"])
-def test_t6_memory_format_reaches_the_inner_tensors(conv, move):
+def test_memory_format_reaches_the_inner_tensors(conv, move):
     weight, plain, before = conv.weight, truth(conv.weight), bits_of(conv.weight)
     wanted = torch.channels_last
     if move == "module":
@@ -75,20 +75,20 @@ def test_t6_memory_format_reaches_the_inner_tensors(conv, move):
     assert_bits(back, before)
 
 
-def test_t6_channels_last_layer_computes_the_same(conv, device):
+def test_channels_last_layer_computes_the_same(conv, device):
     x = torch.linspace(-1, 1, 6 * 25, device=device).view(1, 6, 5, 5)
     expected = conv(x)
     torch.testing.assert_close(conv.to(memory_format=torch.channels_last)(x), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_t6_memory_format_of_a_model_leaves_linears_alone(linear):
+def test_memory_format_of_a_model_leaves_linears_alone(linear):
     before = bits_of(linear.weight)
     linear.to(memory_format=torch.channels_last)
     assert_bits(linear.weight, before)
 
 
 @pytest.mark.parametrize("cast", ["half", "float", "bfloat16", "double", "type"])
-def test_m12_module_cast_keeps_the_parameter_and_its_8_bits(layer, cast):
+def test_module_cast_keeps_the_parameter_and_its_8_bits(layer, cast):
     weight, before = layer.weight, bits_of(layer.weight)
     layer.type(torch.float32) if cast == "type" else getattr(layer, cast)()
     assert layer.weight is weight
@@ -100,7 +100,7 @@ def test_m12_module_cast_keeps_the_parameter_and_its_8_bits(layer, cast):
 
 
 @pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.to(torch.device("cpu"))])
-def test_m12_offload_keeps_8_bits(layer, device, move):
+def test_offload_keeps_8_bits(layer, device, move):
     weight, before = layer.weight, bits_of(layer.weight)
     move(layer)
     assert layer.weight.device.type == "cpu"
@@ -111,7 +111,7 @@ def test_m12_offload_keeps_8_bits(layer, device, move):
     assert_bits(layer.weight, before)
 
 
-def test_m12_lowvram_swaps_keep_bits_and_result(storage_format, device, logical_dtype, rng):
+def test_lowvram_swaps_keep_bits_and_result(storage_format, device, logical_dtype, rng):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to(device, logical_dtype)
     convert(model, storage_format)
     x = torch.randn(2, 8, generator=rng).to(device, torch.float32)
@@ -126,7 +126,7 @@ def test_m12_lowvram_swaps_keep_bits_and_result(storage_format, device, logical_
         assert_bits(part.weight, bits)
 
 
-def test_t6_moves_in_one_call_combine(conv, device):
+def test_moves_in_one_call_combine(conv, device):
     before = bits_of(conv.weight)
     conv.to(device=device, dtype=torch.float32, memory_format=torch.channels_last)
     assert conv.weight.dtype == torch.float32
@@ -135,7 +135,7 @@ def test_t6_moves_in_one_call_combine(conv, device):
 
 
 @pytest.mark.gpu
-def test_t7_cuda_and_cuda_0_are_one_device(linear, device):
+def test_cuda_and_cuda_0_are_one_device(linear, device):
     _needs_cuda(device)
     weight = linear.weight
     for same in ("cuda", "cuda:0", torch.device("cuda"), 0):
@@ -145,7 +145,7 @@ def test_t7_cuda_and_cuda_0_are_one_device(linear, device):
 
 
 @pytest.mark.gpu
-def test_t6_device_and_back(linear, device):
+def test_device_and_back(linear, device):
     _needs_cuda(device)
     before = bits_of(linear.weight)
     for _ in range(3):
@@ -155,7 +155,7 @@ def test_t6_device_and_back(linear, device):
 
 
 @pytest.mark.gpu
-def test_t6_pinned_memory(linear, device):
+def test_pinned_memory(linear, device):
     _needs_cuda(device)
     before = bits_of(linear.weight)
     pinned = linear.weight.cpu().pin_memory()
@@ -166,18 +166,15 @@ def test_t6_pinned_memory(linear, device):
 
 
 @pytest.mark.gpu
-def test_t6_record_stream(linear, device):
+def test_record_stream(linear, device):
     _needs_cuda(device)
     linear.weight.record_stream(torch.cuda.current_stream())
 
 
-def test_t6_pageable_memory_is_not_pinned(weight):
+def test_pageable_memory_is_not_pinned(weight):
     if weight.is_cuda:
         pytest.skip("only memory of the host can be pinned")
     assert not weight.is_pinned()
-
-
-# T-19
 
 
 def _pair(storage_format, logical_dtype, device):
@@ -198,7 +195,7 @@ def _own_random_state():
         yield
 
 
-def test_t19_created_in_inference_mode_is_usable_with_autograd(storage_format, logical_dtype, device):
+def test_created_in_inference_mode_is_usable_with_autograd(storage_format, logical_dtype, device):
     model, twin = _pair(storage_format, logical_dtype, device), _pair(storage_format, logical_dtype, device)
     with torch.inference_mode():
         convert(model, storage_format)
@@ -209,7 +206,7 @@ def test_t19_created_in_inference_mode_is_usable_with_autograd(storage_format, l
     assert torch.equal(_backward(model, device), _backward(twin, device))
 
 
-def test_t19_created_in_inference_mode_can_be_written_later(storage_format, logical_dtype, device):
+def test_created_in_inference_mode_can_be_written_later(storage_format, logical_dtype, device):
     model = _pair(storage_format, logical_dtype, device)
     with torch.inference_mode():
         convert(model, storage_format)
@@ -230,7 +227,7 @@ def test_t19_created_in_inference_mode_can_be_written_later(storage_format, logi
     ],
     ids=["half", "float", "cpu", "twice", "memory_format"],
 )
-def test_t19_moved_in_inference_mode_computes_later(layer, device, move):
+def test_moved_in_inference_mode_computes_later(layer, device, move):
     before = bits_of(layer.weight)
     x = torch.ones((2, 24) if isinstance(layer, torch.nn.Linear) else (1, 6, 4, 4), device=device)
     expected = layer(x).float()
@@ -246,22 +243,22 @@ def test_t19_moved_in_inference_mode_computes_later(layer, device, move):
 
 
 @pytest.mark.parametrize("copied", [lambda w: w.clone(), copy.deepcopy], ids=["clone", "deepcopy"])
-def test_t19_copied_in_inference_mode_keeps_8_bits(weight, copied):
+def test_copied_in_inference_mode_keeps_8_bits(weight, copied):
     with torch.inference_mode():
         assert_bits(copied(weight), bits_of(weight))
 
 
-def test_t19_backup_taken_in_inference_mode_keeps_8_bits(weight):
+def test_backup_taken_in_inference_mode_keeps_8_bits(weight):
     with torch.inference_mode():
         assert_bits(weight.to("cpu", copy=True), bits_of(weight))
 
 
-def test_t19_state_dict_in_inference_mode(linear):
+def test_state_dict_in_inference_mode(linear):
     with torch.inference_mode():
         assert_bits(linear.state_dict()["weight"], bits_of(linear.weight))
 
 
-def test_t19_written_in_inference_mode(weight, delta):
+def test_written_in_inference_mode(weight, delta):
     change, plain = delta(weight), truth(weight)
     plain += change
     with torch.inference_mode():
@@ -274,20 +271,17 @@ def test_t19_written_in_inference_mode(weight, delta):
     assert_stores(weight, plain)
 
 
-def test_t19_computes_in_inference_mode(layer, device):
+def test_computes_in_inference_mode(layer, device):
     x = torch.ones((2, 24) if isinstance(layer, torch.nn.Linear) else (1, 6, 4, 4), device=device)
     expected = layer(x)
     with torch.inference_mode():
         assert torch.equal(layer(x), expected)
 
 
-# T-20
-
-
 @pytest.mark.parametrize(
     "move", [lambda m: m.half(), lambda m: m.float(), lambda m: m.to("meta")], ids=["half", "float", "meta"]
 )
-def test_t20_weakref_on_the_weight_does_not_hinder_moves(layer, move):
+def test_weakref_on_the_weight_does_not_hinder_moves(layer, move):
     reference = weakref.ref(layer.weight)
     seen = []
     weakref.finalize(layer.weight, seen.append, 1)
@@ -298,19 +292,19 @@ def test_t20_weakref_on_the_weight_does_not_hinder_moves(layer, move):
         assert reference() is layer.weight
 
 
-def test_t20_weight_is_freed_with_its_layer(linear):
+def test_weight_is_freed_with_its_layer(linear):
     reference = weakref.ref(linear.weight.qdata)
     linear.weight = None
     assert reference() is None
 
 
-def test_t6_to_empty_asks_for_room_and_gets_an_ordinary_weight(linear, logical_dtype):
+def test_to_empty_asks_for_room_and_gets_an_ordinary_weight(linear, logical_dtype):
     linear.to_empty(device="cpu")
     assert linear.weight.dtype == logical_dtype
     assert linear.weight.shape == (16, 24)
 
 
-def test_m12_twin_agrees_after_moves(storage_format, logical_dtype, device, rng):
+def test_twin_agrees_after_moves(storage_format, logical_dtype, device, rng):
     model, twin = with_twin(torch.nn.Conv2d(3, 4, 3).to(device, logical_dtype), storage_format)
     model.to("cpu").to(torch.float32).to(logical_dtype).to(device)
     assert_plain(model.weight + 0, twin.weight)

@@ -1,4 +1,4 @@
-"""T-15, N1, N3: overflow, NaN, infinity and zero rows; the bits are the same on every torch."""
+"""Overflow, NaN, infinity and zero rows; the bits are the same on every torch."""
 
 from __future__ import annotations
 
@@ -62,10 +62,7 @@ def test_n1_conversion_and_writes_give_the_expected_bits(storage_format, logical
     assert_stores(layer.weight, plain * 0.1)
 
 
-# T-15
-
-
-def test_t15_large_values_are_clamped_or_scaled(storage_format, logical_dtype):
+def test_large_values_are_clamped_or_scaled(storage_format, logical_dtype):
     plain = torch.tensor([[465.0, -500.0], [1e4, -1e4], [6e4, 6e4], [448.0, -464.0]], dtype=logical_dtype)
     layer, report = _holder(storage_format, plain)
     assert_stores(layer.weight, plain)
@@ -78,7 +75,7 @@ def test_t15_large_values_are_clamped_or_scaled(storage_format, logical_dtype):
         assert not any("clamped" in note for note in report.notes)
 
 
-def test_t15_row_of_zeros(storage_format, logical_dtype, device):
+def test_row_of_zeros(storage_format, logical_dtype, device):
     plain = torch.zeros(3, 4, dtype=logical_dtype, device=device)
     plain[1] = torch.tensor([0.5, -0.25, 0, 1.0])
     layer, _ = _holder(storage_format, plain)
@@ -90,7 +87,7 @@ def test_t15_row_of_zeros(storage_format, logical_dtype, device):
     assert bool(torch.isfinite(y).all())
 
 
-def test_t15_tiny_rows_keep_finite_scales(storage_format, device):
+def test_tiny_rows_keep_finite_scales(storage_format, device):
     plain = torch.full((4, 8), 1.0, device=device) * torch.tensor([1e-30, 1e-12, 1e-8, 1e-6], device=device)[:, None]
     weight = QuantWeight.from_weight(plain, storage_format)
     assert weight.scale is None or bool((torch.isfinite(weight.scale) & (weight.scale > 0)).all())
@@ -99,7 +96,7 @@ def test_t15_tiny_rows_keep_finite_scales(storage_format, device):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
-def test_t15_conversion_keeps_a_layer_that_is_not_finite_and_says_so(storage_format, logical_dtype, device, bad):
+def test_conversion_keeps_a_layer_that_is_not_finite_and_says_so(storage_format, logical_dtype, device, bad):
     plain = torch.ones(4, 4, dtype=logical_dtype, device=device)
     plain[2, 1] = bad
     layer, report = _holder(storage_format, plain)
@@ -109,7 +106,7 @@ def test_t15_conversion_keeps_a_layer_that_is_not_finite_and_says_so(storage_for
     assert any("NaN or infinity" in reason for reason, _ in report.kept)
 
 
-def test_t15_nan_written_by_a_stranger_stays_visible(weight):
+def test_nan_written_by_a_stranger_stays_visible(weight):
     weight[3, 5] = float("nan")
     values = weight + 0
     assert bool(torch.isnan(values[3, 5]))
@@ -122,7 +119,7 @@ def test_t15_nan_written_by_a_stranger_stays_visible(weight):
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf")], ids=str)
-def test_t15_infinity_written_by_a_stranger_becomes_the_largest_value(weight, value):
+def test_infinity_written_by_a_stranger_becomes_the_largest_value(weight, value):
     rest = truth(weight)
     weight[3, 5] = value
     values = weight + 0
@@ -132,12 +129,12 @@ def test_t15_infinity_written_by_a_stranger_becomes_the_largest_value(weight, va
     assert torch.equal(values[:3], rest[:3])
 
 
-def test_t15_lora_that_overflows_is_clamped(weight):
+def test_lora_that_overflows_is_clamped(weight):
     weight += torch.full_like(truth(weight), 6e4)
     assert bool(torch.isfinite(weight + 0).all())
 
 
-def test_t15_layer_with_overflow_gives_finite_pictures(storage_format, device):
+def test_layer_with_overflow_gives_finite_pictures(storage_format, device):
     layer = torch.nn.Conv2d(2, 2, 3).to(device)
     torch.nn.init.constant_(layer.weight, 1000.0)
     convert(torch.nn.ModuleList([layer]), storage_format)

@@ -1,4 +1,4 @@
-"""T-3, T-21: ways to the memory behind a weight, of which there is none, must raise or give values, not crash."""
+"""Ways to the memory behind a weight, of which there is none, must raise or give values, not crash."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def exit_codes():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_t21_memory_is_refused_or_holds_the_values(exit_codes, case):
+def test_memory_is_refused_or_holds_the_values(exit_codes, case):
     assert exit_codes[case] == 0

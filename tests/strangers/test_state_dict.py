@@ -1,4 +1,4 @@
-"""T-8, T-9, T-10: state dicts with 8-bit weights look and load like any other, in both directions."""
+"""State dicts with 8-bit weights look and load like any other, in both directions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _quantized(state):
     return {name for name, value in state.items() if isinstance(value, QuantWeight)}
 
 
-def test_t9_same_keys_shapes_and_dtypes(block, make_block):
+def test_same_keys_shapes_and_dtypes(block, make_block):
     def look(state):
         return [(name, value.shape, value.dtype, value.device) for name, value in state.items()]
 
@@ -58,7 +58,7 @@ def test_t9_same_keys_shapes_and_dtypes(block, make_block):
     assert [name for name, _ in block.named_buffers()] == ["steps"]
 
 
-def test_t9_quantized_into_plain_strict(block, make_block):
+def test_quantized_into_plain_strict(block, make_block):
     plain = make_block(seed=1)
     result = plain.load_state_dict(block.state_dict(), strict=True)
     assert not result.missing_keys
@@ -72,7 +72,7 @@ def test_t9_quantized_into_plain_strict(block, make_block):
     assert_bits(block.proj.weight, before)
 
 
-def test_t9_plain_into_quantized_strict(block, make_block):
+def test_plain_into_quantized_strict(block, make_block):
     plain, identity = make_block(seed=1), block.conv.weight
     result = block.load_state_dict(plain.state_dict(), strict=True)
     assert not result.missing_keys
@@ -84,14 +84,14 @@ def test_t9_plain_into_quantized_strict(block, make_block):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_t9_plain_of_another_dtype_is_stored_as_the_plain_layer_would_hold_it(block, make_block, dtype):
+def test_plain_of_another_dtype_is_stored_as_the_plain_layer_would_hold_it(block, make_block, dtype):
     state = make_block(seed=1).to(dtype).state_dict()
     block.load_state_dict(state)
     held = state["conv.weight"].to(block.conv.weight.dtype)
     assert_stores(block.conv.weight, held)
 
 
-def test_t8_quantized_into_quantized(block, make_block, storage_format):
+def test_quantized_into_quantized(block, make_block, storage_format):
     other = convert(make_block(seed=1), storage_format)
     other.load_state_dict(block.state_dict())
     before = bits_of(block.conv.weight)
@@ -101,7 +101,7 @@ def test_t8_quantized_into_quantized(block, make_block, storage_format):
     assert_bits(block.conv.weight, before)
 
 
-def test_t9_quantized_into_another_format(block, make_block, storage_format):
+def test_quantized_into_another_format(block, make_block, storage_format):
     other = convert(make_block(seed=1), get_format("int8"))
     other.load_state_dict(block.state_dict())
     assert other.conv.weight.format.name == "int8"
@@ -111,7 +111,7 @@ def test_t9_quantized_into_another_format(block, make_block, storage_format):
         assert_stores(other.conv.weight, truth(block.conv.weight))
 
 
-def test_t9_strict_still_complains(block):
+def test_strict_still_complains(block):
     state = block.state_dict()
     with pytest.raises(RuntimeError, match="Missing key"):
         block.load_state_dict({name: value for name, value in state.items() if name != "proj.weight"})
@@ -121,7 +121,7 @@ def test_t9_strict_still_complains(block):
         block.load_state_dict({**state, "proj.weight": torch.ones(3, 3)})
 
 
-def test_t8_clones_in_a_state_dict_are_a_backup(block):
+def test_clones_in_a_state_dict_are_a_backup(block):
     backup = {name: value.clone() for name, value in block.state_dict().items()}
     before = bits_of(block.conv.weight)
     block.conv.weight.zero_()
@@ -129,7 +129,7 @@ def test_t8_clones_in_a_state_dict_are_a_backup(block):
     assert_bits(block.conv.weight, before)
 
 
-def test_t8_values_are_handles_as_in_torch(block):
+def test_values_are_handles_as_in_torch(block):
     state = block.state_dict()
     state["proj.weight"].fill_(0.5)
     assert_bits(block.proj.weight, bits_of(state["proj.weight"]))
@@ -138,7 +138,7 @@ def test_t8_values_are_handles_as_in_torch(block):
     assert not is_parameter(state["proj.weight"])
 
 
-def test_t8_prefix_and_parent_modules(block, make_block):
+def test_prefix_and_parent_modules(block, make_block):
     parent, plain = torch.nn.ModuleDict({"model": block}), torch.nn.ModuleDict({"model": make_block(seed=1)})
     plain.load_state_dict(parent.state_dict(), strict=True)
     assert torch.equal(plain["model"].proj.weight, truth(block.proj.weight))
@@ -146,14 +146,14 @@ def test_t8_prefix_and_parent_modules(block, make_block):
 
 
 @needs_assign
-def test_t9_assign_plain_into_quantized_takes_the_value_given(block, make_block):
+def test_assign_plain_into_quantized_takes_the_value_given(block, make_block):
     state = make_block(seed=1).state_dict()
     block.load_state_dict(state, assign=True)
     assert_plain(block.proj.weight, state["proj.weight"])
 
 
 @needs_assign
-def test_t9_assign_quantized_into_plain_takes_the_value_given(block, make_block, device):
+def test_assign_quantized_into_plain_takes_the_value_given(block, make_block, device):
     plain = make_block(seed=1)
     plain.load_state_dict(block.state_dict(), assign=True)
     assert is_parameter(plain.proj.weight)
@@ -163,14 +163,14 @@ def test_t9_assign_quantized_into_plain_takes_the_value_given(block, make_block,
 
 
 @needs_assign
-def test_t9_assign_into_a_module_on_meta(block, make_block):
+def test_assign_into_a_module_on_meta(block, make_block):
     with torch.device("meta"):
         empty = Block()
     empty.load_state_dict(block.state_dict(), assign=True)
     assert_bits(empty.conv.weight, bits_of(block.conv.weight))
 
 
-# T-10: the model merger
+# The model merger
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def _ids(table):
 
 
 @pytest.mark.parametrize("merge", _ids(MERGES))
-def test_t10_merging_state_dicts_gives_plain_results(states, merge):
+def test_merging_state_dicts_gives_plain_results(states, merge):
     folded, plain = states
     for name in folded[0]:
         expected = on_plain(merge, *(state[name] for state in plain))
@@ -211,7 +211,7 @@ def test_t10_merging_state_dicts_gives_plain_results(states, merge):
 
 
 @pytest.mark.parametrize("merge", _ids(MERGES_IN_FLOAT32))
-def test_t10_merging_in_float32_gives_plain_results(states, merge):
+def test_merging_in_float32_gives_plain_results(states, merge):
     folded, _ = states
     for name in folded[0]:
         values = [state[name] for state in folded]
@@ -219,7 +219,7 @@ def test_t10_merging_in_float32_gives_plain_results(states, merge):
         assert_plain(merge(*values), merge(*exact))
 
 
-def test_t10_conversion_to_half_for_saving_keeps_8_bits(states):
+def test_conversion_to_half_for_saving_keeps_8_bits(states):
     folded, _ = states
     for value in folded[0].values():
         half = value.half() if value.dtype in (torch.float32, torch.bfloat16) else value
@@ -228,7 +228,7 @@ def test_t10_conversion_to_half_for_saving_keeps_8_bits(states):
             assert_bits(half, bits_of(value))
 
 
-def test_t10_inpainting_merge_writes_the_first_channels(states):
+def test_inpainting_merge_writes_the_first_channels(states):
     folded, plain = states
     a, b = folded[0]["conv.weight"], plain[1]["conv.weight"][:, :4]
     assert a.shape[1] == 9
@@ -239,7 +239,7 @@ def test_t10_inpainting_merge_writes_the_first_channels(states):
     assert_stores(a, expected)
 
 
-def test_t10_shape_probes(states):
+def test_shape_probes(states):
     folded, plain = states
     for name, value in folded[0].items():
         assert value.shape == plain[0][name].shape
@@ -250,7 +250,7 @@ def test_t10_shape_probes(states):
         assert torch.is_floating_point(value)
 
 
-def test_t10_probe_module_is_filled_strictly(states, make_block, device):
+def test_probe_module_is_filled_strictly(states, make_block, device):
     # As the WebUI does for SD2: a throw-away model takes a part of the state dict, strictly, and computes.
     folded, plain = states
     probe, expected = make_block(seed=7), make_block(seed=8)
@@ -260,7 +260,7 @@ def test_t10_probe_module_is_filled_strictly(states, make_block, device):
     assert torch.equal(probe.float().conv(x), expected.float().conv(x))
 
 
-def test_t10_popping_and_renaming(states):
+def test_popping_and_renaming(states):
     folded, plain = states
     state = copy.copy(folded[0])
     state["renamed"] = state.pop("conv.weight")

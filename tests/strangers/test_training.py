@@ -1,4 +1,4 @@
-"""T-18, X14: a frozen 8-bit base gives gradients to its input, gets none, and keeps no decoded copy of itself."""
+"""A frozen 8-bit base gives gradients to its input, gets none, and keeps no decoded copy of itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _twin(layer, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_t18_gradient_of_the_input(layer, dtype, rng):
+def test_gradient_of_the_input(layer, dtype, rng):
     x, twin = _input(layer, rng, dtype), _twin(layer, dtype)
     other = x.detach().clone().requires_grad_()
 
@@ -44,7 +44,7 @@ def test_t18_gradient_of_the_input(layer, dtype, rng):
     assert layer.weight.grad is None
 
 
-def test_t18_gradient_of_the_bias_and_none_of_the_weight(layer, rng):
+def test_gradient_of_the_bias_and_none_of_the_weight(layer, rng):
     x, twin = _input(layer, rng).detach(), _twin(layer, torch.float32)
     for module in (layer, twin):
         module.bias.requires_grad_(True)
@@ -55,7 +55,7 @@ def test_t18_gradient_of_the_bias_and_none_of_the_weight(layer, rng):
     assert layer.weight.grad is None
 
 
-def test_x14_requires_grad_of_a_whole_model_does_not_fail(layer, rng):
+def test_requires_grad_of_a_whole_model_does_not_fail(layer, rng):
     layer.requires_grad_(True)
     layer.weight.requires_grad = True
     layer.weight.requires_grad_()
@@ -67,7 +67,7 @@ def test_x14_requires_grad_of_a_whole_model_does_not_fail(layer, rng):
     assert [p for p in layer.parameters() if p.requires_grad] == [layer.bias]
 
 
-def test_x14_parameter_made_to_require_grad_does_not(weight):
+def test_parameter_made_to_require_grad_does_not(weight):
     parameter = torch.nn.Parameter(weight.detach(), requires_grad=True)
     assert isinstance(parameter, QuantWeight)
     assert not parameter.requires_grad
@@ -114,13 +114,13 @@ def _kept_by(run, weight):
     return kept, result
 
 
-def test_t18_the_measure_of_what_is_kept_finds_a_plain_layer(layer, rng):
+def test_the_measure_of_what_is_kept_finds_a_plain_layer(layer, rng):
     twin, x = _twin(layer, torch.float32), _input(layer, rng)
     kept, _ = _kept_by(lambda: twin(x), twin.weight)
     assert kept
 
 
-def test_t18_nothing_of_the_size_of_the_weight_is_saved(layer, rng):
+def test_nothing_of_the_size_of_the_weight_is_saved(layer, rng):
     x = _input(layer, rng)
     kept, result = _kept_by(lambda: layer(x), layer.weight)
     assert kept == []
@@ -128,7 +128,7 @@ def test_t18_nothing_of_the_size_of_the_weight_is_saved(layer, rng):
     assert x.grad is not None
 
 
-def test_t18_nothing_is_saved_under_autocast(layer, rng, device):
+def test_nothing_is_saved_under_autocast(layer, rng, device):
     x, dtype = _input(layer, rng), torch.bfloat16 if device.type == "cpu" else torch.float16
     with torch.autocast(device.type, dtype=dtype):
         kept, result = _kept_by(lambda: layer(x), layer.weight)
@@ -137,7 +137,7 @@ def test_t18_nothing_is_saved_under_autocast(layer, rng, device):
     assert x.grad.dtype == torch.float32
 
 
-def test_t18_nothing_is_saved_for_an_unbatched_image(conv, rng):
+def test_nothing_is_saved_for_an_unbatched_image(conv, rng):
     x = torch.randn(6, 5, 5, generator=rng).to(conv.weight.device).requires_grad_()
     kept, result = _kept_by(lambda: conv(x), conv.weight)
     assert kept == []
@@ -145,7 +145,7 @@ def test_t18_nothing_is_saved_for_an_unbatched_image(conv, rng):
     assert x.grad is not None
 
 
-def test_t18_gradient_through_multi_head_attention(storage_format, device, rng):
+def test_gradient_through_multi_head_attention(storage_format, device, rng):
     # Only values and gradients: that a decoded copy is kept here is documented.
     with torch.random.fork_rng():
         torch.manual_seed(15)
@@ -173,14 +173,14 @@ def test_t18_gradient_through_multi_head_attention(storage_format, device, rng):
     ],
     ids=["mul", "setitem", "detached", "copy_of_bits", "out"],
 )
-def test_t18_write_between_forward_and_backward_is_noticed(layer, rng, write):
+def test_write_between_forward_and_backward_is_noticed(layer, rng, write):
     y = layer(_input(layer, rng))
     write(layer.weight)
     with pytest.raises(RuntimeError, match="modified by an in-place operation"):
         y.sum().backward()
 
 
-def test_t18_assignment_between_forward_and_backward_keeps_the_gradient(layer, rng):
+def test_assignment_between_forward_and_backward_keeps_the_gradient(layer, rng):
     # As in torch: the graph holds on to the old data.
     x = _input(layer, rng)
     layer(x).sum().backward()
@@ -191,7 +191,7 @@ def test_t18_assignment_between_forward_and_backward_keeps_the_gradient(layer, r
     assert torch.equal(x.grad, expected)
 
 
-def test_t18_no_grad_builds_no_graph(layer, rng):
+def test_no_grad_builds_no_graph(layer, rng):
     x = _input(layer, rng)
     with torch.no_grad():
         assert layer(x).grad_fn is None
@@ -199,7 +199,7 @@ def test_t18_no_grad_builds_no_graph(layer, rng):
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
-def test_t18_checkpointing(layer, rng, reentrant):
+def test_checkpointing(layer, rng, reentrant):
     x = _input(layer, rng)
     layer(x).square().sum().backward()
     expected, x.grad = x.grad, None
@@ -252,7 +252,7 @@ def _assert_untouched(model, before):
         assert model.get_parameter(name).grad is None
 
 
-def test_x14_textual_inversion(encoders, device):
+def test_textual_inversion(encoders, device):
     model, twin = encoders
     before, results = _bits(model), []
     tokens = torch.tensor([[0, 1, 2]], device=device)
@@ -269,7 +269,7 @@ def test_x14_textual_inversion(encoders, device):
     _assert_untouched(model, before)
 
 
-def test_x14_hypernetwork(encoders, device):
+def test_hypernetwork(encoders, device):
     model, twin = encoders
     before, losses = _bits(model), []
     context = torch.linspace(-1, 1, 48, device=device).view(1, 3, 16)
@@ -284,7 +284,7 @@ def test_x14_hypernetwork(encoders, device):
     _assert_untouched(model, before)
 
 
-def test_x14_lora_trained_over_the_base(encoders, device):
+def test_lora_trained_over_the_base(encoders, device):
     model, twin = encoders
     before, losses = _bits(model), []
     x = torch.linspace(-1, 1, 48, device=device).view(1, 3, 16)
@@ -305,7 +305,7 @@ def test_x14_lora_trained_over_the_base(encoders, device):
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam])
-def test_x14_optimizer_over_all_parameters_leaves_the_base(encoders, device, optimizer_class):
+def test_optimizer_over_all_parameters_leaves_the_base(encoders, device, optimizer_class):
     model, _ = encoders
     model.requires_grad_(True)
     before, norm = _bits(model), model.norm.weight.detach().clone()
@@ -318,7 +318,7 @@ def test_x14_optimizer_over_all_parameters_leaves_the_base(encoders, device, opt
     _assert_untouched(model, before)
 
 
-def test_x14_clip_grad_and_zero_grad_over_all_parameters(encoders, device):
+def test_clip_grad_and_zero_grad_over_all_parameters(encoders, device):
     model, _ = encoders
     model.requires_grad_(True)
     model(torch.ones(1, 3, 16, device=device)).sum().backward()
@@ -329,7 +329,7 @@ def test_x14_clip_grad_and_zero_grad_over_all_parameters(encoders, device):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_x14_optimizer_state_is_saved_and_loaded(encoders, device):
+def test_optimizer_state_is_saved_and_loaded(encoders, device):
     model, _ = encoders
     model.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -340,13 +340,13 @@ def test_x14_optimizer_state_is_saved_and_loaded(encoders, device):
     assert len(other.state) == len(optimizer.state)
 
 
-def test_t18_gradient_for_a_weight_is_refused_as_for_any_frozen_one(layer, rng):
+def test_gradient_for_a_weight_is_refused_as_for_any_frozen_one(layer, rng):
     y = layer(_input(layer, rng)).sum()
     with pytest.raises(RuntimeError):
         torch.autograd.grad(y, layer.weight)
 
 
-def test_t18_gradient_through_arithmetic_on_the_weight(linear, rng):
+def test_gradient_through_arithmetic_on_the_weight(linear, rng):
     # Networks that are not merged: the gradient goes to the delta, not to the base.
     x = torch.randn(3, 24, generator=rng).to(linear.weight.device)
     change = torch.zeros(16, 24, device=x.device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""T-2: writes by index reach the weight; other views are decoded copies, as the module documents."""
+"""Writes by index reach the weight; other views are decoded copies, as the module documents."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ by_view = pytest.mark.parametrize("view", [pytest.param(value, id=name) for name
 
 
 @by_index
-def test_t2_assignment_by_index_reaches_the_weight(weight, index):
+def test_assignment_by_index_reaches_the_weight(weight, index):
     plain, inner, handle = truth(weight), weight.qdata, weight.detach()
     plain[index] = 0.125
     weight[index] = 0.125
@@ -56,7 +56,7 @@ def test_t2_assignment_by_index_reaches_the_weight(weight, index):
 
 
 @by_index
-def test_t2_augmented_assignment_by_index_reaches_the_weight(weight, delta, index):
+def test_augmented_assignment_by_index_reaches_the_weight(weight, delta, index):
     change, plain = delta(weight), truth(weight)
     plain[index] += change[index]
     weight[index] += change[index]
@@ -64,7 +64,7 @@ def test_t2_augmented_assignment_by_index_reaches_the_weight(weight, delta, inde
     assert torch.equal(truth(weight), rounded(plain, weight.format))
 
 
-def test_t2_assignment_by_mask_reaches_the_weight(weight, delta):
+def test_assignment_by_mask_reaches_the_weight(weight, delta):
     mask, plain = delta(weight) > 0, truth(weight)
     plain[mask] = -0.25
     weight[mask] = -0.25
@@ -72,14 +72,14 @@ def test_t2_assignment_by_mask_reaches_the_weight(weight, delta):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_t2_assigned_value_may_have_another_dtype(weight, delta, dtype):
+def test_assigned_value_may_have_another_dtype(weight, delta, dtype):
     rows, plain = delta(weight, dtype)[:3], truth(weight)
     plain[2:5] = rows
     weight[2:5] = rows
     assert_stores(weight, plain)
 
 
-def test_t2_assigned_value_may_be_another_weight(weight, storage_format, device):
+def test_assigned_value_may_be_another_weight(weight, storage_format, device):
     other = convert(torch.nn.Linear(24, 16).to(device, weight.dtype), storage_format).weight
     plain = truth(weight)
     plain[...] = truth(other)
@@ -87,7 +87,7 @@ def test_t2_assigned_value_may_be_another_weight(weight, storage_format, device)
     assert_stores(weight, plain)
 
 
-def test_t2_plain_tensor_takes_a_weight_by_index(weight):
+def test_plain_tensor_takes_a_weight_by_index(weight):
     target = torch.zeros(2, *weight.shape, dtype=weight.dtype, device=weight.device)
     target[1] = weight
     target[0, :4] = weight[:4]
@@ -95,14 +95,14 @@ def test_t2_plain_tensor_takes_a_weight_by_index(weight):
     assert torch.equal(target[0, :4], truth(weight)[:4])
 
 
-def test_t2_inpainting_merge_writes_channels_of_a_convolution(conv, delta):
+def test_inpainting_merge_writes_channels_of_a_convolution(conv, delta):
     change, plain = delta(conv.weight)[:, :4], truth(conv.weight)
     plain[:, 0:4, :, :] = plain[:, 0:4, :, :] * 0.5 + change
     conv.weight[:, 0:4, :, :] = conv.weight[:, 0:4, :, :] * 0.5 + change
     assert_stores(conv.weight, plain)
 
 
-def test_t2_write_back_of_the_same_values_changes_no_value(weight):
+def test_write_back_of_the_same_values_changes_no_value(weight):
     plain = truth(weight)
     for _ in range(10):
         weight[0] = weight[0]
@@ -110,7 +110,7 @@ def test_t2_write_back_of_the_same_values_changes_no_value(weight):
     assert torch.equal(truth(weight), plain)
 
 
-def test_t2_wrong_shape_raises_and_leaves_the_bits(weight):
+def test_wrong_shape_raises_and_leaves_the_bits(weight):
     before = bits_of(weight)
     with pytest.raises(RuntimeError):
         weight[0:2] = torch.zeros(3, 24, device=weight.device)
@@ -120,7 +120,7 @@ def test_t2_wrong_shape_raises_and_leaves_the_bits(weight):
 
 
 @by_view
-def test_t2_view_reads_the_values_and_a_write_changes_the_view_alone(weight, view):
+def test_view_reads_the_values_and_a_write_changes_the_view_alone(weight, view):
     before, seen = bits_of(weight), view(weight)
     assert_plain(seen, view(truth(weight)))
     seen.fill_(0.5)
@@ -128,12 +128,12 @@ def test_t2_view_reads_the_values_and_a_write_changes_the_view_alone(weight, vie
     assert_bits(weight, before)
 
 
-def test_t2_lost_writes_are_documented():
+def test_lost_writes_are_documented():
     text = " ".join(lib_fp8.qweight.__doc__.split())
     assert "writing through a view does not reach the weight" in text
 
 
-def test_t2_write_through_a_whole_handle_reaches_the_weight(weight, delta):
+def test_write_through_a_whole_handle_reaches_the_weight(weight, delta):
     plain = truth(weight)
     plain[0:4] += delta(weight)[0:4]
     handle = weight.detach()

@@ -1,4 +1,4 @@
-"""T-5, T-17: the WebUI's own conversions run over converted models without changing a bit of a weight."""
+"""The WebUI's own conversions run over converted models without changing a bit of a weight."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _assert_unchanged(model, before):
 
 @NO_FLOAT8
 @by_float8
-def test_t5_builtin_conversion_changes_no_bits(unet, logical_dtype, dtype_name):
+def test_builtin_conversion_changes_no_bits(unet, logical_dtype, dtype_name):
     before, identities = _all_bits(unet), {name: id(value) for name, value in _weights(unet).items()}
     for module in unet.modules():
         if isinstance(module, (torch.nn.Linear, torch.nn.Conv2d)):
@@ -65,7 +65,7 @@ def test_t5_builtin_conversion_changes_no_bits(unet, logical_dtype, dtype_name):
 
 @NO_FLOAT8
 @by_float8
-def test_t5_layers_still_compute_after_the_builtin_conversion(layer, dtype_name, device):
+def test_layers_still_compute_after_the_builtin_conversion(layer, dtype_name, device):
     dtype = getattr(torch, dtype_name)
     x = torch.ones((2, 24) if isinstance(layer, torch.nn.Linear) else (1, 6, 4, 4), device=device)
     layer.bias.data = layer.bias.data.to(dtype).to(layer.bias.dtype)  # the host's conversion rounds biases, too
@@ -77,7 +77,7 @@ def test_t5_layers_still_compute_after_the_builtin_conversion(layer, dtype_name,
 
 @NO_FLOAT8
 @by_float8
-def test_t5_manual_cast_of_a_float8_layer_and_back(layer, dtype_name, device):
+def test_manual_cast_of_a_float8_layer_and_back(layer, dtype_name, device):
     before, dtype = bits_of(layer.weight), getattr(torch, dtype_name)
     for _ in range(5):
         layer.to(torch.float16)
@@ -88,7 +88,7 @@ def test_t5_manual_cast_of_a_float8_layer_and_back(layer, dtype_name, device):
 
 
 @pytest.mark.parametrize("path", ["half", "float", "half-float-half", "float-bfloat16-float", "double-half"])
-def test_t17_casts_of_the_model_keep_the_bits(unet, path):
+def test_casts_of_the_model_keep_the_bits(unet, path):
     before, identities = _all_bits(unet), {name: id(value) for name, value in _weights(unet).items()}
     for cast in path.split("-"):
         getattr(unet, cast)()
@@ -101,14 +101,14 @@ def test_t17_casts_of_the_model_keep_the_bits(unet, path):
     assert {name: id(value) for name, value in _weights(unet).items()} == identities
 
 
-def test_t17_float_round_trip_keeps_the_result(unet, device):
+def test_float_round_trip_keeps_the_result(unet, device):
     x = torch.linspace(-1, 1, 4 * 36, device=device).view(1, 4, 6, 6)
     unet.half()  # biases and norms lose what float16 cannot hold, as in any model
     expected = unet.float()(x)
     assert torch.equal(unet.half().float()(x), expected)
 
 
-def test_t9_reload_over_a_converted_model_packs_anew(unet, logical_dtype, device):
+def test_reload_over_a_converted_model_packs_anew(unet, logical_dtype, device):
     # Reload: half(), then load_state_dict, then half() or float() again.
     with torch.random.fork_rng():
         torch.manual_seed(12)
@@ -122,14 +122,14 @@ def test_t9_reload_over_a_converted_model_packs_anew(unet, logical_dtype, device
         assert error < 0.1
 
 
-def test_x1_dtype_of_the_model_as_the_sdxl_set_up_reads_it(unet, logical_dtype):
+def test_dtype_of_the_model_as_the_sdxl_set_up_reads_it(unet, logical_dtype):
     dtype = next(unet.parameters()).dtype
     assert dtype == logical_dtype
     alphas = torch.linspace(0.99, 0.01, 10).to(dtype)
     assert bool((alphas[:-1] > alphas[1:]).all())
 
 
-def test_x4_embeddings_and_norms_keep_their_bits(storage_format, device, rng):
+def test_embeddings_and_norms_keep_their_bits(storage_format, device, rng):
     model = torch.nn.ModuleDict(
         {"embedding": torch.nn.Embedding(7, 8), "norm": torch.nn.LayerNorm(8), "proj": torch.nn.Linear(8, 8)}
     ).to(device)

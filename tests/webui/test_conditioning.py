@@ -1,4 +1,4 @@
-"""The cache of encoded prompts (T-28)."""
+"""The cache of encoded prompts."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ OTHERS = {**ON, "fp8_format": "int8", "fp8_t5": True}
     ("used", "saved"), [*((used, OTHERS) for used in CHOICES), (CHOICES[0], {}), (CHOICES[5], {})], ids=str
 )
 def test_round_trip(ready, used, saved):
-    """M7: pasted on an installation with other settings, it gives the same weights, picture and infotext again."""
+    """Pasted on an installation with other settings, it gives the same weights, picture and infotext again."""
     ready.set(**used)
     p, bits = ready.job(), ready.fingerprint()
     asked = {key: getattr(ready.opts, key) for key in (*UNSET, "fp8_keep_layers")}

@@ -112,7 +112,7 @@ def test_every_format_and_from_one_to_the_next(newest, format_name):
 
 
 def test_off_means_off(host):
-    """M2: never on, on and off again, and loaded while on: the same bits, the same picture."""
+    """Never on, on and off again, and loaded while on: the same bits, the same picture."""
     host.checkpoint(dtype=torch.float32)
     host.start(**ALL_ENCODERS)
     bits, picture = host.fingerprint(), host.job().pictures[0]
@@ -183,7 +183,7 @@ def test_ten_jobs_load_nothing(host):
     ids=str,
 )
 def test_a_job_with_overrides_changes_the_storage_once(host, saved, overrides, jobs_with_plain_ones_after):
-    """M8: the WebUI looks after the model before and after it puts the overrides in force."""
+    """The WebUI looks after the model before and after it puts the overrides in force."""
     host.checkpoint()
     host.start(**saved)
     plain = host.fingerprint()
@@ -265,7 +265,7 @@ class TestSeveralCheckpoints:
         return a, b
 
     def test_each_has_its_own_state(self, host, two):
-        """M6: "Enable for SDXL" and going to and fro reads and converts nothing again."""
+        """With "Enable for SDXL", going to and fro reads and converts nothing again."""
         a, b = two
         host.set(fp8_storage="Enable for SDXL")
         host.switch_to(b)
@@ -522,7 +522,7 @@ def test_a_bad_setting_at_load_gives_full_precision(host, capsys):
 
 @pytest.mark.parametrize("format_name", FORMAT_NAMES)
 def test_precision_half(newest, format_name):
-    """M1: nothing is cast by autocast there, not even the empty prompt while the model is loaded."""
+    """Nothing is cast by autocast there, not even the empty prompt while the model is loaded."""
     need_format(format_name)
     need_kernels(torch.float16)
     newest.shared.cmd_opts.precision = "half"

@@ -122,7 +122,7 @@ def nets(request, rng):
 
 
 class TestAnyOrderOfUse:
-    """T-11, L8: none, A, weaker A, A and B, B, none, A: each as if nothing had been there before."""
+    """None, A, weaker A, A and B, B, none, A: each as if nothing had been there before."""
 
     def walk(self, host, nets):
         base = host.fingerprint()
@@ -179,7 +179,7 @@ class TestAnyOrderOfUse:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_the_order_of_networks_does_not_matter(host, nets, count):
-    """L1: a sum has no last one that wins. In float32 the layers that are kept show the last bit."""
+    """A sum has no last one that wins. In float32 the layers that are kept show the last bit."""
     host.shared.cmd_opts.no_half = True
     host.checkpoint()
     host.start(**ON)
@@ -192,7 +192,7 @@ def test_the_order_of_networks_does_not_matter(host, nets, count):
 
 
 def test_small_deltas_are_not_rounded_away(sd1, nets):
-    """L3: as much of the delta is left as rounding the exact sum leaves of it, at any strength."""
+    """As much of the delta is left as rounding the exact sum leaves of it, at any strength."""
     for multiplier in (1 / 64, 1 / 8, 1):
         a = nets.make("a", multiplier=multiplier)
         sd1.run_networks(a)
@@ -210,7 +210,7 @@ class TestKindsOfLayers:
         return in_proj, out
 
     def test_attention_whole(self, host, nets):
-        """L2: all four projections, the fused ones too, and no error counted."""
+        """All four projections, the fused ones too, and no error counted."""
         host.checkpoint(kind="sd2")
         host.start(**ON)
         base, attention = host.fingerprint(), host.layers[ATTENTION]
@@ -230,7 +230,7 @@ class TestKindsOfLayers:
 
     @pytest.mark.parametrize("part", PARTS)
     def test_attention_or_nothing_of_it(self, host, nets, part, monkeypatch):
-        """L2: one projection that fails leaves none of the others behind."""
+        """One projection that fails leaves none of the others behind."""
         host.checkpoint(kind="sd2")
         host.start(**ON)
         attention, bad, good = host.layers[ATTENTION], nets.make("bad", PARTS), nets.make("good", PARTS)
@@ -241,7 +241,7 @@ class TestKindsOfLayers:
         assert_rounded_once(attention.out_proj.weight, out)
 
     def test_fused_query_key_value(self, newest, nets):
-        """L6: SD3's Linear subclass."""
+        """SD3's Linear subclass."""
         newest.checkpoint(kind="sd3")
         newest.start(**ON)
         base, layer = newest.fingerprint(), newest.layers[QKV]
@@ -258,7 +258,7 @@ class TestKindsOfLayers:
 
     @pytest.mark.parametrize("keep", ["", "input_blocks"], ids=["in 8 bits", "kept"])
     def test_nine_channels_and_a_network_for_four(self, host, nets, keep):
-        """L21: inpainting models."""
+        """Inpainting models."""
         host.checkpoint(kind="inpaint")
         host.start(fp8_keep_layers=keep, **ON)
         name, base = "diffusion_model_input_blocks_0_0", host.fingerprint()
@@ -296,7 +296,7 @@ class TestKindsOfLayers:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
 class TestBiases:
-    """L4, L7, T-13: a bias delta, to a layer that has a bias or has none, whatever the dtype of the network."""
+    """A bias delta, to a layer that has a bias or has none, whatever the dtype of the network."""
 
     def test_added_and_taken_out(self, sd1, nets, dtype):
         base, a = sd1.fingerprint(), nets.make("a", dtype=dtype, bias=True)
@@ -485,7 +485,7 @@ class TestSource:
 
 
 def test_backups_are_kept_in_8_bits(sd1, nets):
-    """L9: no full-precision copy of the model in memory."""
+    """No full-precision copy of the model in memory."""
 
     def backups():
         return {name: layer.network_weights_backup for name, layer in sd1.layers.items() if name in LINEAR_AND_CONV}
@@ -584,7 +584,7 @@ class TestChangesWhileMerged:
         assert host.fingerprint() == bits[0]
 
     def test_reload_ui(self, host, bits, nets):
-        """T-23: Lora's own patches are taken off and put on again around ours."""
+        """Lora's own patches are taken off and put on again around ours."""
         a, b = nets.make("a"), nets.make("b")
         host.run_networks(a)
         host.reload_ui()

@@ -137,7 +137,7 @@ class TestBadValues:
 
 
 def test_override_of_options_that_were_never_saved(host):
-    """1.6 looks each override up among the saved values and knows no default (T-27)."""
+    """1.6 looks each override up among the saved values and knows no default."""
     host.checkpoint()
     host.start()
     p = host.job(fp8_storage="Enable", fp8_format="int8", fp8_clip_l=True, fp8_keep_layers="", fp8_lora="8-bit weights")

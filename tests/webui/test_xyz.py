@@ -67,7 +67,7 @@ def test_an_unknown_text_encoder_is_refused_before_the_plot(host):
 
 
 def test_a_plot_over_the_switch_reads_the_file_once(host):
-    """M8: two cells, and the picture after the plot."""
+    """Two cells, and the picture after the plot."""
     host.checkpoint()
     host.start()
     read, plain = len(host.sd_models.files_read), host.fingerprint()
