@@ -74,11 +74,11 @@ class Report:
 
     def summary(self) -> str:
         """One line: layers, format, sizes."""
-        share = self.bytes_after / self.bytes_before if self.bytes_before else 1.0
+        share = self.saved / self.bytes_before if self.bytes_before else 0.0
         return (
             f"{self.converted} layers in {self.format}, {self.kept_count} kept, "
             f"{mebibytes(self.bytes_before)} -> {mebibytes(self.bytes_after)} "
-            f"({share:.0%}, {mebibytes(self.saved)} saved, {self.seconds:.1f} s)"
+            f"({mebibytes(self.saved)} or {share:.0%} saved, {self.seconds:.1f} s)"
         )
 
 

@@ -32,7 +32,7 @@ def test_figures():
 
 
 def test_summary():
-    assert report().summary() == "3 layers in int8, 3 kept, 10.0 MB -> 6.0 MB (60%, 4.0 MB saved, 1.2 s)"
+    assert report().summary() == "3 layers in int8, 3 kept, 10.0 MB -> 6.0 MB (4.0 MB or 40% saved, 1.2 s)"
     assert "0 layers" in report(converted=0, bytes_before=0, bytes_after=0).summary()
 
 
