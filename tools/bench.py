@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from diffusers import UNet2DConditionModel
 
 import lib_fp8
+from demo.measures import signal_to_noise, stored_bytes
+from demo.variants import as_the_webui
 
 LIMITS = {"float8_e4m3fn": 21.5, "int8": 37.0}
 """Lowest signal-to-noise ratio, in dB, with which `--check` is content; the size limit is below."""
@@ -36,15 +37,6 @@ def make_unet() -> torch.nn.Module:
             spread = torch.exp(0.35 * torch.randn(module.weight.shape[0], generator=generator))
             module.weight.mul_((spread / spread.mean()).view(-1, *[1] * (module.weight.dim() - 1)))
     return unet
-
-
-def as_the_webui(unet: torch.nn.Module) -> None:
-    """The conversion built into the WebUI 1.8 to 1.10: an unscaled cast, biases too, undone around each forward."""
-    for module in unet.modules():
-        if isinstance(module, (torch.nn.Linear, torch.nn.Conv2d)):
-            module.to(torch.float8_e4m3fn)
-            module.register_forward_pre_hook(lambda module, _: module.to(torch.float32) and None)
-            module.register_forward_hook(lambda module, *_: module.to(torch.float8_e4m3fn) and None)
 
 
 def quanto(kind: str) -> Callable[[torch.nn.Module], None]:
@@ -74,26 +66,6 @@ CONTESTANTS: dict[str, Callable[[torch.nn.Module], None]] = {
     "quanto qint8": quanto("qint8"),
     **{name: ours(name) for name in lib_fp8.format_names()},
 }
-
-
-def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors inside a wrapper of any of the libraries, or the tensor itself."""
-    names = ("qdata", "scale", "_data", "_scale")
-    found = [getattr(tensor, name, None) for name in names] if type(tensor).__name__ != "Parameter" else []
-    inner = [part for part in found if isinstance(part, torch.Tensor)]
-    yield from inner or [tensor]
-
-
-def stored_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all distinct storages, counted here and not by the libraries measured."""
-    tensors = (part for tensor in (*model.parameters(), *model.buffers()) for part in parts_of(tensor))
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def signal_to_noise(wanted: torch.Tensor, got: torch.Tensor) -> float:
-    """10 log10(signal power / error power), in dB."""
-    error = (got.double() - wanted.double()).pow(2).mean().item()
-    return math.inf if error == 0 else 10 * math.log10(wanted.double().pow(2).mean().item() / error)
 
 
 def main() -> int:

@@ -1,9 +1,10 @@
 """Live tests: a real WebUI, started on the CPU on a throw-away data folder, used through its API and its page.
 
-    pytest tests/live --webui DIR --webui-python PYTHON --checkpoints DIR
+    pytest tests/live --webui DIR --webui-python PYTHON [--checkpoints DIR]
 
-The folder of checkpoints may hold any of the small models named in ``START`` and in the tests (a .safetensors file,
-with its .yaml beside it), and LoRAs in ``lora/``. A test whose checkpoint is missing is skipped and says so.
+Most tests use the embedded model and its networks. The folder of checkpoints may hold any of the other small models
+that tests name (a .safetensors file, with its .yaml beside it), and LoRAs in ``lora/``. A test whose checkpoint is
+missing is skipped and says so.
 """
 
 from __future__ import annotations
@@ -15,25 +16,29 @@ from pathlib import Path
 import pytest
 
 from live.client import Client
-from live.webui import PLAIN_PRECISION, Installation, WebUI, prepare_data
+from live.webui import PLAIN_PRECISION, Installation, Models, WebUI, prepare_data
 
 START = "shapes-sd1"
-"""A trained SD1 model for pictures of coloured shapes of 64 x 64 pixels; the one that most tests use."""
+"""The embedded model: coloured shapes of 64 x 64 pixels."""
 
 
 def pytest_addoption(parser):
     group = parser.getgroup("live", "tests against a real WebUI")
     group.addoption("--webui", metavar="DIR", help="folder of an installed AUTOMATIC1111 WebUI")
     group.addoption("--webui-python", metavar="FILE", help="Python that can run it (default: its venv)")
-    group.addoption("--checkpoints", metavar="DIR", help="small checkpoints, with LoRAs in DIR/lora")
+    group.addoption("--checkpoints", metavar="DIR", help="more small checkpoints, with LoRAs in DIR/lora")
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that start a WebUI of their own come last, so that the shared one is started once."""
+    """Tests on the shared WebUI come first, then what is compared with it, so that it is started once."""
+
+    def rank(item):
+        own = "start" in item.fixturenames or "shared_webui" not in item.fixturenames
+        return own, "enabled_later" not in item.fixturenames
+
     here = [item for item in items if Path(__file__).parent in item.path.parents]
-    first = sorted(here, key=lambda item: "start" in item.fixturenames)
-    rest = iter(first)
-    items[:] = [next(rest) if item in here else item for item in items]
+    ordered = iter(sorted(here, key=rank))
+    items[:] = [next(ordered) if item in here else item for item in items]
 
 
 @pytest.fixture(scope="session")
@@ -47,20 +52,19 @@ def installation(request) -> Installation:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(request) -> Path:
-    """The folder of checkpoints."""
-    if (folder := request.config.getoption("--checkpoints", None)) is None:
-        pytest.skip("needs small checkpoints: --checkpoints DIR")
-    return Path(folder).resolve()
+def models(request) -> Models:
+    """The embedded model, and what else there is."""
+    folder = request.config.getoption("--checkpoints", None)
+    return Models(None if folder is None else Path(folder).resolve())
 
 
 @pytest.fixture(scope="session")
-def need(checkpoints):
+def need(models):
     """``need(name, ...)`` skips the test if one of these checkpoints or LoRAs (``lora/NAME``) is missing."""
 
     def check(*names: str) -> None:
-        if missing := [name for name in names if not (checkpoints / f"{name}.safetensors").exists()]:
-            pytest.skip(f"needs {', '.join(missing)} in {checkpoints}")
+        if missing := [name for name in names if models.find(name) is None]:
+            pytest.skip(f"needs {', '.join(missing)}: --checkpoints DIR")
 
     return check
 
@@ -68,18 +72,17 @@ def need(checkpoints):
 class _Rack:
     """At most one running WebUI: asking for another kind stops the one that runs."""
 
-    def __init__(self, installation: Installation, checkpoints: Path, new_folder):
+    def __init__(self, installation: Installation, models: Models, new_folder):
         self._installation = installation
-        self._checkpoints = checkpoints
+        self._models = models
         self._new_folder = new_folder
         self._running: WebUI | None = None
         self._key: object = None
 
     def start(self, flags=PLAIN_PRECISION, checkpoint=START, **settings) -> WebUI:
         self.stop()
-        names = [path.stem for path in self._checkpoints.glob("*.safetensors")]
         settings = {"sd_model_checkpoint": f"{checkpoint}.safetensors", **settings}
-        data = prepare_data(self._new_folder(), self._checkpoints, names, settings)
+        data = prepare_data(self._new_folder(), self._models, settings)
         self._running = WebUI(self._installation, data, flags)
         return self._running
 
@@ -96,9 +99,8 @@ class _Rack:
 
 
 @pytest.fixture(scope="session")
-def rack(installation, checkpoints, need, tmp_path_factory) -> Iterator[_Rack]:
-    need(START)
-    rack = _Rack(installation, checkpoints, lambda: tmp_path_factory.mktemp("webui", numbered=True))
+def rack(installation, models, tmp_path_factory) -> Iterator[_Rack]:
+    rack = _Rack(installation, models, lambda: tmp_path_factory.mktemp("webui", numbered=True))
     yield rack
     rack.stop()
 

@@ -10,23 +10,24 @@ from safetensors.torch import load_file, save_file
 
 from live.client import ApiError, Client
 from live.conftest import START
+from live.webui import EMBEDDED
 
 LAYER = "middle_block.1.proj_in"
 KEY = f"model.diffusion_model.{LAYER}.weight"
 
 
 @pytest.fixture
-def add_checkpoint(shared_webui, webui: Client, checkpoints):
+def add_checkpoint(shared_webui, webui: Client):
     """``add(name, change)`` writes a changed copy of the start checkpoint; ``change`` gets its tensors by name."""
     written = []
 
     def add(name, change=None):
         path = shared_webui.data / "models/Stable-diffusion" / f"{name}.safetensors"
-        weights = load_file(checkpoints / f"{START}.safetensors")
+        weights = load_file(EMBEDDED)
         if change is not None:
             change(weights)
         save_file(weights, path)
-        shutil.copyfile(checkpoints / f"{START}.yaml", path.with_suffix(".yaml"))
+        shutil.copyfile(EMBEDDED.with_suffix(".yaml"), path.with_suffix(".yaml"))
         written.append(path)
         webui.request("/sdapi/v1/refresh-checkpoints", {})
         return path
@@ -133,24 +134,22 @@ def test_checkpoint_deleted_while_in_use(webui: Client, add_checkpoint):
     assert "deleted.safetensors" in webui.status()["lora_problem"]
 
 
-def test_lora_when_the_checkpoint_is_gone(webui: Client, add_checkpoint, need):
-    need("lora/tiny-A")
+def test_lora_when_the_checkpoint_is_gone(webui: Client, add_checkpoint):
     path = add_checkpoint("deleted")
     webui.set(sd_model_checkpoint="deleted.safetensors")
     webui.set(fp8_storage="Enable")
     before = webui.txt2img()
-    exact = webui.txt2img("a red circle on a blue background<lora:tiny-A:1>")
+    exact = webui.txt2img("a red circle on a blue background<lora:shapes-outline:1>")
     webui.txt2img()
     path.unlink()
-    noisy = webui.txt2img("a red circle on a blue background<lora:tiny-A:1>")
+    noisy = webui.txt2img("a red circle on a blue background<lora:shapes-outline:1>")
     assert noisy.psnr(exact) > 20
     assert webui.status()["lora_layers_from_8_bit"] > 0
     assert webui.txt2img() == before
 
 
-def test_checkpoint_replaced_on_disk(webui: Client, add_checkpoint, need):
+def test_checkpoint_replaced_on_disk(webui: Client, add_checkpoint):
     """A file that was written anew under the same name is not the original of what is loaded."""
-    need("lora/tiny-A")
     path = add_checkpoint("replaced")
     webui.set(sd_model_checkpoint="replaced.safetensors")
     webui.set(fp8_storage="Enable")
@@ -158,7 +157,7 @@ def test_checkpoint_replaced_on_disk(webui: Client, add_checkpoint, need):
     weights = {key: value * 0 if key == KEY else value.clone() for key, value in load_file(path).items()}
     path.unlink()
     save_file(weights, path)
-    webui.txt2img("a red circle on a blue background<lora:tiny-A:1>")
+    webui.txt2img("a red circle on a blue background<lora:shapes-outline:1>")
     assert webui.status()["lora_layers_from_checkpoint"] == 0
     assert webui.txt2img() == before
 

@@ -11,19 +11,17 @@ NO_HALF = ("--no-half", "--no-half-vae")
 CASES = {
     "no-half": NO_HALF,
     "precision half": ("--precision", "half"),
-    "half": (),
     "upcast sampling": ("--upcast-sampling",),
     "medvram": (*PLAIN_PRECISION, "--medvram"),
     "lowvram": (*PLAIN_PRECISION, "--lowvram"),
     "channelslast": (*PLAIN_PRECISION, "--opt-channelslast"),
     "no ram optimization": (*PLAIN_PRECISION, "--disable-model-loading-ram-optimization"),
 }
-LORA = f"{PROMPT}<lora:tiny-A:1>"
+LORA = f"{PROMPT}<lora:shapes-outline:1>"
 
 
 @pytest.mark.parametrize("flags", CASES.values(), ids=CASES)
-def test_flags(flags, start, need):
-    need("lora/tiny-A")
+def test_flags(flags, start):
     try:
         client = start(flags).client
         plain = client.txt2img()

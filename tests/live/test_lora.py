@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from live.client import PROMPT, Client
+from live.webui import EMBEDDED
 
 BORDERLINE = 1e-5
 FORMAT = "float8_e4m3fn"
@@ -93,66 +94,64 @@ def check_merged(client: Client, data: Path, checkpoint: Path) -> int:
 
 
 @pytest.fixture
-def enabled(webui: Client, need) -> Client:
-    need("lora/tiny-A", "lora/tiny-B")
+def enabled(webui: Client) -> Client:
     webui.set(fp8_storage="Enable")
     return webui
 
 
-def test_states(enabled: Client, shared_webui, checkpoints):
+def test_states(enabled: Client, shared_webui):
     """None, A, A at half strength, A and B, B, none: each is what a fresh merge gives."""
-    checkpoint = checkpoints / "shapes-sd1.safetensors"
     none, bits = enabled.txt2img(), enabled.probe("parameters")
     pictures = [none]
-    for loras in (["tiny-A"], ["tiny-A:0.5"], ["tiny-A", "tiny-B"], ["tiny-B"]):
+    for loras in (["shapes-outline"], ["shapes-outline:0.5"], ["shapes-outline", "shapes-stripes"], ["shapes-stripes"]):
         pictures.append(enabled.txt2img(with_loras(*loras)))
-        assert check_merged(enabled, shared_webui.data, checkpoint) > 10, loras
+        assert check_merged(enabled, shared_webui.data, EMBEDDED) > 10, loras
     assert all(a != b for i, a in enumerate(pictures) for b in pictures[:i])
     assert enabled.txt2img() == none
     assert enabled.probe("parameters") == bits
 
 
 def test_order_does_not_matter(enabled: Client):
-    picture = enabled.txt2img(with_loras("tiny-A", "tiny-B"))
+    picture = enabled.txt2img(with_loras("shapes-outline", "shapes-stripes"))
     merged = enabled.probe("parameters")
-    assert enabled.txt2img(with_loras("tiny-B", "tiny-A")) == picture
+    assert enabled.txt2img(with_loras("shapes-stripes", "shapes-outline")) == picture
     assert enabled.probe("parameters") == merged
 
 
 def test_picture_is_that_of_full_precision(enabled: Client):
-    picture = enabled.txt2img(with_loras("tiny-A", "tiny-B"))
+    picture = enabled.txt2img(with_loras("shapes-outline", "shapes-stripes"))
     enabled.set(fp8_storage="Disable")
-    assert picture.psnr(enabled.txt2img(with_loras("tiny-A", "tiny-B"))) > 25
+    assert picture.psnr(enabled.txt2img(with_loras("shapes-outline", "shapes-stripes"))) > 25
 
 
 def test_hundred_cycles_leave_no_trace(enabled: Client):
     bits = enabled.probe("parameters")
     quick = {"steps": 1, "cfg_scale": 1}
-    first = enabled.txt2img(with_loras("tiny-A"), **quick)
+    first = enabled.txt2img(with_loras("shapes-outline"), **quick)
     for _ in range(100):
         enabled.txt2img(**quick)
-        last = enabled.txt2img(with_loras("tiny-A"), **quick)
+        last = enabled.txt2img(with_loras("shapes-outline"), **quick)
     assert last == first
     enabled.txt2img(**quick)
     assert enabled.probe("parameters") == bits
 
 
 def test_lora_stays_right_when_the_storage_changes(enabled: Client):
-    merged = enabled.txt2img(with_loras("tiny-A"))
+    merged = enabled.txt2img(with_loras("shapes-outline"))
     enabled.set(fp8_storage="Disable")
-    plain = enabled.txt2img(with_loras("tiny-A"))
+    plain = enabled.txt2img(with_loras("shapes-outline"))
     without = enabled.txt2img()
-    enabled.txt2img(with_loras("tiny-A"))
+    enabled.txt2img(with_loras("shapes-outline"))
     enabled.set(fp8_storage="Enable")
-    assert enabled.txt2img(with_loras("tiny-A")) == merged
+    assert enabled.txt2img(with_loras("shapes-outline")) == merged
     enabled.set(fp8_storage="Disable")
-    assert enabled.txt2img(with_loras("tiny-A")) == plain
+    assert enabled.txt2img(with_loras("shapes-outline")) == plain
     assert enabled.txt2img() == without
 
 
 def test_base_may_be_the_stored_weight(enabled: Client):
     """The other choice of "LoRA base", by every way: another picture, still close, and the very bits back."""
-    bits, prompt = enabled.probe("parameters"), with_loras("tiny-A")
+    bits, prompt = enabled.probe("parameters"), with_loras("shapes-outline")
     exact = enabled.txt2img(prompt)
     assert enabled.status()["lora_layers_from_8_bit"] == 0
     overridden = enabled.txt2img(prompt, override_settings={"fp8_lora": "8-bit weights"})
@@ -182,13 +181,13 @@ TEXT_ENCODERS = {"fp8_clip_l": True, "fp8_open_clip": True}
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
-def test_text_encoders_and_other_models(checkpoint, loras, webui: Client, shared_webui, checkpoints, need):
+def test_text_encoders_and_other_models(checkpoint, loras, webui: Client, shared_webui, models, need):
     need(checkpoint, *(f"lora/{name}" for name in loras))
     webui.set(fp8_storage="Enable", **TEXT_ENCODERS)
     webui.set(sd_model_checkpoint=f"{checkpoint}.safetensors")
     without, bits = webui.txt2img(), webui.probe("parameters")
     assert webui.txt2img(with_loras(*loras)) != without
-    assert check_merged(webui, shared_webui.data, checkpoints / f"{checkpoint}.safetensors") > 0
+    assert check_merged(webui, shared_webui.data, models.find(checkpoint)) > 0
     assert webui.status()["lora_layers_from_8_bit"] == 0
     assert webui.txt2img() == without
     assert webui.probe("parameters") == bits
@@ -200,11 +199,10 @@ def test_unknown_lora(enabled: Client):
 
 
 @pytest.fixture
-def misfit(shared_webui, checkpoints, need):
+def misfit(shared_webui, models):
     """A LoRA for layers with eight channels more than the model has."""
-    need("lora/tiny-A")
     path = shared_webui.data / "models/Lora/misfit.safetensors"
-    weights = load_file(checkpoints / "lora/tiny-A.safetensors")
+    weights = load_file(models.find("lora/shapes-outline"))
     wider = {key: torch.cat([value, value[:8]]) if "lora_up" in key else value for key, value in weights.items()}
     save_file(wider, path)
     return path.stem
@@ -212,10 +210,10 @@ def misfit(shared_webui, checkpoints, need):
 
 def test_lora_that_does_not_fit(enabled: Client, misfit, console):
     """It is told once and left out; the other networks act as they do without it."""
-    right, bits = enabled.txt2img(with_loras("tiny-B")), enabled.probe("parameters")
+    right, bits = enabled.txt2img(with_loras("shapes-stripes")), enabled.probe("parameters")
     enabled.txt2img()
     with console() as said:
-        assert enabled.txt2img(with_loras(misfit, "tiny-B")) == right
+        assert enabled.txt2img(with_loras(misfit, "shapes-stripes")) == right
     assert list(enabled.probe("lora_errors")) == [misfit]
     assert said().count(f"network {misfit} does not fit layer") == 1
     assert enabled.probe("parameters") == bits

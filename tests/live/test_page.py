@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from live.webui import PLAIN_PRECISION
+from live.client import Client
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -24,9 +24,8 @@ def page():
         chromium.close()
 
 
-def test_switch_and_panel(page, start):
-    running = start(PLAIN_PRECISION)
-    client = running.client
+def test_switch_and_panel(page, webui: Client, shared_webui):
+    client = webui
     plain = client.txt2img()
     errors = []
     page.on("pageerror", lambda error: errors.append(error.stack))
@@ -41,7 +40,7 @@ def test_switch_and_panel(page, start):
     panel.locator("text=UNet").wait_for(timeout=60_000)
     said = panel.inner_text()
     unet = client.status()["parts"][0]
-    page.screenshot(path=running.data / "page.png")
+    page.screenshot(path=shared_webui.data / "page.png")
     assert str(unet["converted"]) in said
     assert re.search(r"[\d.]+ MB . [\d.]+ MB", said)
     assert f"{unet['bytes'] / 2**20:.1f} MB" in said
@@ -53,6 +52,6 @@ def test_switch_and_panel(page, start):
     page.locator("#txt2img_generate").click()
     page.locator("#txt2img_gallery img").first.wait_for(timeout=60_000)
     page.locator("#html_info_txt2img", has_text="FP8 weight: Enable").first.wait_for(timeout=60_000)
-    page.screenshot(path=running.data / "generated.png")
+    page.screenshot(path=shared_webui.data / "generated.png")
     assert not [error for error in errors if "fp8" in error]  # gradio has some of its own
     assert client.txt2img() != plain

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from live.client import Client
 from live.webui import EXTENSION
 
@@ -17,8 +19,13 @@ def _without_schedule(hashes: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in hashes.items() if not name.startswith(".")}
 
 
-def test_three_times(start):
-    client = start().client
+@pytest.fixture(scope="module")
+def client(rack) -> Client:
+    """A WebUI whose page is reloaded, apart from the shared one."""
+    return rack.start().client
+
+
+def test_three_times(client: Client):
     plain = client.txt2img()
     client.set(fp8_storage="Enable")
     on, bits, patched = client.txt2img(), client.probe("parameters"), client.probe("patched")
@@ -41,16 +48,28 @@ def test_three_times(start):
     assert client.status()["enabled"] is True
 
 
-def test_switched_off_and_on_again(start, need):
+def test_switched_off_while_in_full_precision(client: Client):
+    client.set(fp8_storage="Disable")
+    plain, weights = client.txt2img(), client.probe("parameters")
+    client.set(fp8_storage="Enable", fp8_clip_l=True)
+    client.txt2img()
+    client.set(fp8_storage="Disable")
+    for disabled in ([EXTENSION], []):
+        client.set(disabled_extensions=disabled)
+        client.reload_ui()
+        assert client.txt2img() == plain
+        assert client.probe("parameters") == weights
+
+
+def test_switched_off_and_on_again(start):
     """Without the extension the switch is the WebUI's own, where it has one; else there is none, and no 8 bits."""
-    need("lora/tiny-A")
     without = start(fp8_storage="Enable", disabled_extensions=[EXTENSION]).client
     own_settings, own_picture, own_weights = _settings_on_page(without), without.txt2img(), without.probe("parameters")
     assert own_settings in ([], ["fp8_storage"])
 
     client = start(fp8_storage="Enable").client
     settings, on, bits = _settings_on_page(client), client.txt2img(), client.probe("parameters")
-    client.txt2img("a circle<lora:tiny-A:1>")
+    client.txt2img("a circle<lora:shapes-outline:1>")
     client.set(disabled_extensions=[EXTENSION])
     client.reload_ui()
     assert client.probe("patched") == {"recorded": [], "in_force": [], "lora": False}
@@ -65,16 +84,3 @@ def test_switched_off_and_on_again(start, need):
     assert client.txt2img().psnr(on) > 50
     assert _without_schedule(client.probe("parameters")) == _without_schedule(bits)
     assert client.probe("fp8_flag") is False
-
-
-def test_switched_off_while_in_full_precision(start):
-    client = start().client
-    plain, weights = client.txt2img(), client.probe("parameters")
-    client.set(fp8_storage="Enable", fp8_clip_l=True)
-    client.txt2img()
-    client.set(fp8_storage="Disable")
-    for disabled in ([EXTENSION], []):
-        client.set(disabled_extensions=disabled)
-        client.reload_ui()
-        assert client.txt2img() == plain
-        assert client.probe("parameters") == weights

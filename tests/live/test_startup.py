@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from live.client import Client
 from live.conftest import START, reset
-from live.webui import PLAIN_PRECISION
+from live.webui import EMBEDDED, PLAIN_PRECISION
 
 BOTH = {"fp8_storage": "Enable", "fp8_clip_l": True}
 
@@ -25,16 +25,16 @@ def enabled_later(rack):
     return client.probe("parameters"), client.txt2img()
 
 
-def _write_float32_copy(data, checkpoints, name):
+def _write_float32_copy(data, name):
     """A float32 checkpoint whose values lie between those of float16, so that a detour over float16 would show."""
     folder = data / "models/Stable-diffusion"
     rng = torch.Generator().manual_seed(5)
     weights = {
         key: value.float() * (1 + 2e-4 * torch.randn(value.shape, generator=rng)) if value.dim() > 1 else value.float()
-        for key, value in load_file(checkpoints / f"{START}.safetensors").items()
+        for key, value in load_file(EMBEDDED).items()
     }
     save_file(weights, folder / f"{name}.safetensors")
-    (folder / f"{name}.yaml").write_bytes((checkpoints / f"{START}.yaml").read_bytes())
+    (folder / f"{name}.yaml").write_bytes(EMBEDDED.with_suffix(".yaml").read_bytes())
 
 
 def test_start_up_gives_the_bits_of_enabling_later(enabled_later, start):
@@ -55,8 +55,8 @@ def test_without_the_ram_optimization(enabled_later, start):
     assert client.txt2img() == enabled_later[1]
 
 
-def test_float32_checkpoint(shared_webui, webui: Client, checkpoints):
-    _write_float32_copy(shared_webui.data, checkpoints, "float32-copy")
+def test_float32_checkpoint(shared_webui, webui: Client):
+    _write_float32_copy(shared_webui.data, "float32-copy")
     webui.request("/sdapi/v1/refresh-checkpoints", {})
     webui.set(sd_model_checkpoint="float32-copy.safetensors")
     plain = webui.txt2img()

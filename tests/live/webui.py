@@ -19,6 +19,7 @@ from live.client import ApiError, Client
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTENSION = "sd-webui-fp8-weight"
+EMBEDDED = ROOT / "demo" / "model" / "shapes-sd1.safetensors"
 PRODUCT = ("scripts", "lib_fp8", "javascript", "install.py", "metadata.ini", "style.css")
 SETTINGS = {
     "fp8_storage": "Disable",
@@ -77,17 +78,44 @@ class Installation:
         return tuple(int(part) for part in heading.split("."))
 
 
-def prepare_data(data: Path, checkpoints: Path, names: Iterable[str], settings: Mapping[str, Any]) -> Path:
+@dataclass(frozen=True)
+class Models:
+    """Checkpoints and networks that a WebUI can be given: the embedded ones, and those of another folder, if any."""
+
+    folder: Path | None
+
+    def checkpoints(self) -> list[Path]:
+        """The .safetensors files; a configuration may lie beside each."""
+        own = [file for file in self._others("*.safetensors") if file.name != EMBEDDED.name]
+        return [EMBEDDED, *own]
+
+    def networks(self) -> list[Path]:
+        """Files for the Lora folder."""
+        return [*EMBEDDED.parent.glob("loras/*.safetensors"), *self._others("lora/*.safetensors")]
+
+    def find(self, name: str) -> Path | None:
+        """The file of a checkpoint, or of a network named ``lora/NAME``."""
+        kind, _, last = name.rpartition("/")
+        return next((f for f in (self.networks() if kind else self.checkpoints()) if f.stem == last), None)
+
+    def _others(self, pattern: str) -> list[Path]:
+        return [] if self.folder is None else list(self.folder.glob(pattern))
+
+
+def prepare_data(data: Path, models: Models, settings: Mapping[str, Any]) -> Path:
     """Fill a data folder: the extension, the probe, links to checkpoints and LoRAs, the configuration."""
     for folder in ("models/Stable-diffusion", "models/Lora", "models/VAE", "extensions"):
         (data / folder).mkdir(parents=True)
-    for name in names:
-        for file in checkpoints.glob(f"{name}.*"):
+    for checkpoint in models.checkpoints():
+        for file in checkpoint.parent.glob(f"{checkpoint.stem}.*"):
             (data / "models/Stable-diffusion" / file.name).symlink_to(file)
-    for file in (checkpoints / "lora").glob("*.safetensors"):
+    for file in models.networks():
         (data / "models/Lora" / file.name).symlink_to(file)
+    # The configuration names its tokenizer as seen from a WebUI that the extension is installed in.
+    clip = data / "extensions" / EXTENSION / "demo" / "model" / "clip"
+    clip.parent.mkdir(parents=True)
+    clip.symlink_to(EMBEDDED.parent / "clip")
     extension = data / "extensions" / EXTENSION
-    extension.mkdir()
     ignore = shutil.ignore_patterns("__pycache__")
     for name in PRODUCT:
         source = ROOT / name

@@ -1,0 +1,97 @@
+"""The whole demo on the embedded model: figures as promised, a page that needs nothing else, clear errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+from PIL import Image
+
+from demo.experiment import LoraEffect, Plan, Result, Row
+from demo.generation import Work
+from demo.model import CHECKPOINT
+from demo.promises import broken_promises
+from demo.variants import VARIANTS
+
+
+def demo(*arguments, folder):
+    command = [sys.executable, "-m", "demo", *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": "", "SYSTEMROOT": ""}, capture_output=True, text=True
+    )
+
+
+def test_embedded_model_keeps_every_promise(tmp_path):
+    finished = demo(folder=tmp_path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    for variant in VARIANTS:
+        assert re.search(rf"^{re.escape(variant.name)} +[\d.]+ MB", finished.stdout, re.M), finished.stdout
+    page = (tmp_path / "demo-report" / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r'(?:src|href)="(?!data:)', page)
+    assert page.count("<img") == 4 * (2 * len(VARIANTS) - 1) * 8
+    assert "{{" not in page
+    assert Image.open(tmp_path / "demo-report" / "grid.png").width > 600
+
+
+def test_own_checkpoint(tmp_path):
+    finished = demo(
+        "--checkpoint", CHECKPOINT, "--prompt", "a red circle", "--steps", "2", "--output", "here", folder=tmp_path
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "prompt following" not in finished.stdout
+    assert (tmp_path / "here" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--checkpoint", "absent.safetensors"), "there is no such file"),
+        (("--checkpoint", "model.ckpt"), "only .safetensors"),
+        (("--lora", "x.safetensors"), "--checkpoint"),
+        (("--checkpoint", CHECKPOINT, "--side", "100"), "multiple of 64"),
+        (("--checkpoint", CHECKPOINT, "--steps", "0"), "at least 1"),
+        (("--checkpoint", CHECKPOINT, "--lora", "absent.safetensors", "--steps", "1"), "absent.safetensors"),
+        (("--checkpoint", CHECKPOINT, "--prompt", "x", "--steps", "1", "--output", "file"), "could not be written"),
+        (("--device", "toaster"), "toaster"),
+    ],
+    ids=lambda value: str(value)[-30:],
+)
+def test_errors_say_what_to_do(tmp_path, arguments, said):
+    (tmp_path / "file").write_text("in the way")
+    finished = demo(*arguments, folder=tmp_path)
+    assert finished.returncode == 2
+    assert said in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def result(**changes) -> Result:
+    """Figures that keep every promise, but for the changes to int8's."""
+    effects = {"a": LoraEffect(0.999, 1.0)}
+    work = Work(("x",), (0,), 64)
+    plan = Plan(Path("x"), work, {}, work, torch.device("cpu"), torch.float32, ())
+    good = Row("", 1, 2, 3, 0.1, (40.0,), (1.0,), 0.97, effects)
+    rows = [replace(good, name=variant.name) for variant in VARIANTS]
+    rows[-1] = replace(rows[-1], psnr=(30.0,))
+    rows = [replace(row, **changes) if row.name == "int8" else row for row in rows]
+    return Result(plan, tuple(rows), {})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"following": 0.95},
+        {"effects": {"a": LoraEffect(0.97, 1.0)}},
+        {"effects": {"a": LoraEffect(0.999, 0.9)}},
+        {"psnr": (37.9,)},
+    ],
+)
+def test_a_broken_promise_is_named(changes):
+    assert broken_promises(result()) == []
+    (line,) = broken_promises(result(**changes))
+    assert "int8" in line

@@ -1,0 +1,104 @@
+"""Trains the LoRAs and LyCORIS networks on the embedded model: `python run.py train networks`.
+
+About a minute for each on two idle cores. Files that are there already are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from pathlib import Path
+
+import torch
+from lycoris.kohya import LycorisNetworkKohya
+from torch import nn
+
+from demo.model import CHECKPOINT, LORAS
+from demo.shapes.drawing import draw
+from demo.shapes.subject import TRAINED
+from tools.tiny_sd.additions import ADDITIONS, Addition
+from tools.tiny_sd.networks import LATENT_SCALE, Networks, encode, load_networks
+from tools.tiny_sd.stages import captions_of, denoising_loss, vocabulary_of
+from tools.tiny_sd.training import Stage, train
+
+BATCH = 24
+POOL = 2000
+
+
+class KohyaNames(nn.Module):
+    """Gives the text encoder's layers the path that kohya's key names are made of."""
+
+    def __init__(self, text_encoder: nn.Module) -> None:
+        super().__init__()
+        self.text_model = getattr(text_encoder, "text_model", text_encoder)
+
+
+def make_network(addition: Addition, networks: Networks) -> LycorisNetworkKohya:
+    """An untrained network, attached to the model."""
+    torch.manual_seed(1)
+    text_encoder = KohyaNames(networks.text_encoder)
+    LycorisNetworkKohya.apply_preset(addition.preset)
+    network = LycorisNetworkKohya(
+        text_encoder,
+        networks.unet,
+        lora_dim=addition.rank,
+        conv_lora_dim=addition.conv_rank,
+        alpha=addition.rank,
+        conv_alpha=addition.conv_rank,
+        network_module=addition.algorithm,
+        warn_on_unmatched=False,
+        **addition.extra,
+    )
+    network.apply_to(text_encoder, networks.unet, bool(network.text_encoder_loras), True)
+    return network
+
+
+def train_addition(addition: Addition, networks: Networks, output: Path) -> None:
+    """Train one network on pictures of its style and write it."""
+    generator = torch.Generator().manual_seed(7)
+    subjects = random.Random(7).choices(TRAINED, k=POOL)
+    with torch.no_grad():
+        pictures = draw(subjects, generator, [addition.style] * POOL) * 2 - 1
+        latents = torch.cat([networks.vae.encode(part).latent_dist.mean for part in pictures.split(100)]) * LATENT_SCALE
+    vocabulary = vocabulary_of(networks)
+    network = make_network(addition, networks)
+
+    def loss_of(step: int) -> torch.Tensor:
+        chosen = random.Random(step).sample(range(POOL), BATCH)
+        captions = captions_of([subjects[index] for index in chosen], step, vocabulary)
+        states = encode(networks, [caption.text for caption in captions])
+        return denoising_loss(networks, latents[chosen], states, step)
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(
+            Stage(addition.name, addition.steps, addition.rate, flat=0.3, average=0.98), network, loss_of, Path(folder)
+        )
+    network.restore()
+    network.save_weights(
+        str(output), torch.float16, {"ss_network_module": "lycoris.kohya", "ss_output_name": addition.name}
+    )
+
+
+def main() -> int:
+    """Train what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"default: all of {', '.join(each.name for each in ADDITIONS)}")
+    parser.add_argument("--output", type=Path, default=LORAS)
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    networks = load_networks(CHECKPOINT)
+    for part in (networks.vae, networks.unet, networks.text_encoder):
+        part.requires_grad_(False)
+    for addition in ADDITIONS:
+        file = options.output / f"shapes-{addition.name}.safetensors"
+        if file.exists() or (options.names and addition.name not in options.names):
+            continue
+        train_addition(addition, networks, file)
+        print(f"wrote {file}, {file.stat().st_size // 1024} KiB", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_flush_denormal(True)
+    raise SystemExit(main())
