@@ -20,7 +20,6 @@ class Work:
     steps: int = 20
     guidance: float = 4.0
     batch: int = 25
-    negative: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,24 +41,29 @@ def starting_noise(seeds: tuple[int, ...], side: int) -> torch.Tensor:
 
 
 @torch.no_grad()
+def denoise(pipeline: DiffusionPipeline, work: Work, chosen: slice) -> torch.Tensor:
+    """Latents of some of the pictures in one batch, by Euler's method with classifier-free guidance."""
+    prompts = list(work.prompts[chosen])
+    noise = starting_noise(work.seeds[chosen], work.side).to(pipeline.unet.device, pipeline.text_encoder.dtype)
+    return pipeline(
+        prompts,
+        negative_prompt=[""] * len(prompts),
+        latents=noise,
+        height=work.side,
+        width=work.side,
+        num_inference_steps=work.steps,
+        guidance_scale=work.guidance,
+        output_type="latent",
+    ).images
+
+
 def generate(pipeline: DiffusionPipeline, work: Work) -> Pictures:
-    """Euler's method with classifier-free guidance, in batches."""
+    """All pictures, in batches."""
     latents, pixels, seconds = [], [], 0.0
     for start in range(0, len(work.prompts), work.batch):
         chosen = slice(start, start + work.batch)
-        prompts = list(work.prompts[chosen])
-        noise = starting_noise(work.seeds[chosen], work.side).to(pipeline.unet.device, pipeline.text_encoder.dtype)
         begin = time.perf_counter()
-        found = pipeline(
-            prompts,
-            negative_prompt=[work.negative] * len(prompts),
-            latents=noise,
-            height=work.side,
-            width=work.side,
-            num_inference_steps=work.steps,
-            guidance_scale=work.guidance,
-            output_type="latent",
-        ).images
+        found = denoise(pipeline, work, chosen)
         latents.append(found.float().cpu())
         seconds += time.perf_counter() - begin
         pixels.append(decode(pipeline, found))
