@@ -133,7 +133,7 @@ def main() -> int:
     demos = commands.add_parser("demo", help="8-bit weights at work: a picture grid, a report and a table", **own_help)
     demos.add_argument("--serve", action="store_true", help="instead: the settings panel in a page of its own")
     demos.set_defaults(run=demo)
-    tests = commands.add_parser("test", help="lint and tests (about six minutes after the first set-up)")
+    tests = commands.add_parser("test", help="lint and tests (eight minutes after the first set-up)")
     tests.add_argument("--stack", choices=STACKS, help=f"with this torch only (default: {', '.join(CI_STACKS)})")
     tests.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     tests.set_defaults(run=test)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from demo import measures
-from demo.generation import Pictures, Work, generate
+from demo.generation import Pictures, Work, denoise, generate
 from demo.loading import load_pipeline
 from demo.networks import deltas_of, layers_of
 from demo.shapes import judge
@@ -116,11 +116,8 @@ def run_variant(variant: Variant, plan: Plan) -> Run:
     pipeline.to(plan.device)
     backups = {layer: layer.weight.detach().clone() for layer in touched}
     stored = measures.stored_bytes(pipeline.unet)
-    one_step = dataclasses.replace(
-        plan.work, prompts=plan.work.prompts[:1], seeds=plan.work.seeds[:1], steps=1, batch=1
-    )
-    generate(pipeline, one_step)  # the first step of a process warms up
-    peak = measures.peak_bytes(pipeline.unet, lambda: generate(pipeline, one_step))
+    one_step = dataclasses.replace(plan.work, steps=1)
+    peak = measures.peak_bytes(pipeline.unet, lambda: denoise(pipeline, one_step, slice(0, 1)))
     pictures = {NO_LORA: generate(pipeline, plan.work)}
     for label, names in lora_sets(list(deltas)).items():
         with torch.no_grad():

@@ -69,7 +69,7 @@ class _LiveBytes(TorchDispatchMode):
         for value in tree_flatten(result)[0]:
             if type(value) in (torch.Tensor, torch.nn.Parameter):
                 storage = value.untyped_storage()
-                self.storages[StorageWeakRef(storage)] = storage.nbytes()
+                self.storages.setdefault(StorageWeakRef(storage), storage.nbytes())  # a view makes none
         self.storages = {ref: size for ref, size in self.storages.items() if not ref.expired()}
         self.peak = max(self.peak, sum(self.storages.values()))
         return result
@@ -79,7 +79,7 @@ def peak_bytes(model: torch.nn.Module, work: Callable[[], Any]) -> int:
     """Bytes of the model's weights and of the most that lives beside them while `work` runs."""
     live = _LiveBytes()
     held = {StorageWeakRef(part.untyped_storage()): 0 for p in model.parameters() for part in parts_of(p)}
-    live.storages.update(held)  # a view of a weight is no second copy
+    live.storages.update(held)  # these are counted once, below
     with live:
         work()
     return stored_bytes(model) + live.peak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,25 +14,38 @@ import torch
 from helpers import ROOT
 from PIL import Image
 
+from demo.__main__ import main
 from demo.experiment import LoraEffect, Plan, Result, Row
 from demo.generation import Work
-from demo.model import CHECKPOINT
+from demo.model import CHECKPOINT, LORAS
 from demo.promises import broken_promises
 from demo.variants import VARIANTS
 
 
-def demo(*arguments, folder):
-    command = [sys.executable, "-m", "demo", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": "", "SYSTEMROOT": ""}, capture_output=True, text=True
-    )
+@pytest.fixture
+def demo(monkeypatch, tmp_path, capsys):
+    """``demo(*arguments)`` runs the program in an empty folder and gives status, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)  # the other tests compute with one
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["demo", *map(str, arguments)])
+        try:
+            status = main()
+        except SystemExit as stop:
+            status = stop.code
+        return status, *capsys.readouterr()
+
+    yield run
+    torch.set_num_threads(threads)
 
 
-def test_embedded_model_keeps_every_promise(tmp_path):
-    finished = demo(folder=tmp_path)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+def test_embedded_model_keeps_every_promise(demo, tmp_path):
+    status, said, errors = demo()
+    assert status == 0, said + errors
     for variant in VARIANTS:
-        assert re.search(rf"^{re.escape(variant.name)} +[\d.]+ MB", finished.stdout, re.M), finished.stdout
+        assert re.search(rf"^{re.escape(variant.name)} +[\d.]+ MB", said, re.M), said
     page = (tmp_path / "demo-report" / "report.html").read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="(?!data:)', page)
     assert page.count("<img") == 4 * (2 * len(VARIANTS) - 1) * 8
@@ -39,13 +53,23 @@ def test_embedded_model_keeps_every_promise(tmp_path):
     assert Image.open(tmp_path / "demo-report" / "grid.png").width > 600
 
 
-def test_own_checkpoint(tmp_path):
-    finished = demo(
-        "--checkpoint", CHECKPOINT, "--prompt", "a red circle", "--steps", "2", "--output", "here", folder=tmp_path
+def test_own_checkpoint(demo, tmp_path):
+    status, said, errors = demo(
+        *("--checkpoint", CHECKPOINT, "--lora", LORAS / "shapes-outline.safetensors"),
+        *("--prompt", "a red circle", "--steps", "2", "--output", "here"),
     )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "prompt following" not in finished.stdout
+    assert status == 0, said + errors
+    assert "prompt following" not in said
+    assert "LoRA shapes-outline" in said
     assert (tmp_path / "here" / "report.html").exists()
+
+
+def test_a_process_of_its_own(tmp_path):
+    command = [sys.executable, "-m", "demo", "--checkpoint", "absent.safetensors"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 2
+    assert finished.stderr == "absent.safetensors: there is no such file\n"
 
 
 @pytest.mark.parametrize(
@@ -62,12 +86,11 @@ def test_own_checkpoint(tmp_path):
     ],
     ids=lambda value: str(value)[-30:],
 )
-def test_errors_say_what_to_do(tmp_path, arguments, said):
+def test_errors_say_what_to_do(demo, tmp_path, arguments, said):
     (tmp_path / "file").write_text("in the way")
-    finished = demo(*arguments, folder=tmp_path)
-    assert finished.returncode == 2
-    assert said in finished.stderr
-    assert "Traceback" not in finished.stderr
+    status, _, errors = demo(*arguments)
+    assert status == 2
+    assert said in errors
 
 
 def result(**changes) -> Result:

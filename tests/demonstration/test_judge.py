@@ -14,7 +14,7 @@ from demo.shapes import judge
 from demo.shapes.drawing import Style, draw
 from demo.shapes.subject import HELD_OUT, PALETTE, SHAPES, SUBJECTS, TRAINED, Subject
 
-PICTURES = list(SUBJECTS) * 3
+PICTURES = list(SUBJECTS) * 2
 ERRORS_ALLOWED = 0.01
 
 

@@ -54,6 +54,12 @@ def test_peak_counts_what_lives_at_a_time():
     assert measures.peak_bytes(model, work) == 4 * 16 + 4 * 1200
 
 
+def test_peak_counts_no_weight_twice():
+    model = nn.Linear(64, 32, bias=False)
+    x = torch.zeros(1, 64)
+    assert measures.peak_bytes(model, lambda: model(x)) == 4 * 64 * 32 + 4 * 32
+
+
 def test_peak_sees_inside_an_8_bit_weight():
     model = nn.Linear(256, 256, bias=False)
     lib_fp8.convert_model(model, lib_fp8.Policy(format="int8", keep=()))
