@@ -6,7 +6,9 @@ Without arguments it takes the small trained model that comes with the project, 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
+import tempfile
 import time
 import webbrowser
 from dataclasses import replace
@@ -15,8 +17,8 @@ from pathlib import Path
 import torch
 
 from demo import report
-from demo.experiment import Plan, run
-from demo.generation import Work
+from demo.experiment import Plan, Result, run
+from demo.generation import GenerationError, Work
 from demo.loading import CheckpointError, family_of
 from demo.model import CHECKPOINT, LORAS
 from demo.networks import NetworkError
@@ -46,58 +48,83 @@ def own_plan(options: argparse.Namespace, device: torch.device, dtype: torch.dty
     family = family_of(options.checkpoint)
     prompts = tuple(options.prompt or PHOTOGRAPHS)
     side = options.side or SIDES.get(family, 64)
-    work = Work(prompts, tuple(range(len(prompts))), side, steps=options.steps, guidance=7.0, batch=1)
-    return Plan(options.checkpoint, work, {file.stem: file for file in options.lora}, work, device, dtype)
+    work = Work(prompts, tuple(range(len(prompts))), side, steps=options.steps or Work.steps, guidance=7.0, batch=1)
+    return Plan(options.checkpoint, work, {file.stem: file for file in options.lora or ()}, work, device, dtype)
 
 
-def main() -> int:
-    """Read the command line, run, show; the status is 1 if the embedded model's figures are not as promised."""
+def argument_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="run.py demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="an SD1 or SDXL checkpoint of your own")
-    parser.add_argument(
-        "--lora", type=Path, action="append", default=[], metavar="FILE", help="for it; can be repeated"
-    )
+    parser.add_argument("--lora", type=Path, action="append", metavar="FILE", help="for it; can be repeated")
     parser.add_argument("--prompt", action="append", help="for it; can be repeated")
     parser.add_argument("--side", type=int, help="for it: pixels of a side (default: 512, SDXL 1024)")
-    parser.add_argument("--steps", type=int, default=20, help="for it: sampling steps (default: 20)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--steps", type=int, help=f"for it: sampling steps (default: {Work.steps})")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--output", type=Path, default=Path("demo-report"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--open", action="store_true", help="open the report in a browser")
-    options = parser.parse_args()
-    if options.checkpoint is None and (options.lora or options.prompt or options.side):
-        parser.error("--lora, --prompt and --side belong to a checkpoint of your own: name it with --checkpoint")
-    if options.side is not None and (options.side < 64 or options.side % 64):
-        parser.error("--side must be a multiple of 64")
-    if options.steps < 1:
-        parser.error("--steps must be at least 1")
-    try:
-        device = torch.device(options.device)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"--device {options.device}: {str(error).splitlines()[0]}")
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
-    start = time.perf_counter()
-    try:
-        own = options.checkpoint is not None
-        plan = own_plan(options, device, dtype) if own else embedded_plan(device, dtype)
-        result = run(plan, lambda text: print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True))
-        place = report.write(result, options.output)
-    except (CheckpointError, NetworkError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"The report could not be written: {error}", file=sys.stderr)
-        return 2
-    print(f"\n{report.console_table(result)}\n\n{report.legend_of(result)}\n")
-    print(f"{time.perf_counter() - start:.0f} s; report: {place.resolve()}")
-    broken = broken_promises(result) if plan.subjects is not None else []
+    return parser
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Leave with a usage error where arguments do not fit together."""
+    own = {name: getattr(options, name) for name in ("lora", "prompt", "side", "steps")}
+    if options.checkpoint is None and any(value is not None for value in own.values()):
+        parser.error(
+            "--lora, --prompt, --side and --steps belong to a checkpoint of your own: name it with --checkpoint"
+        )
+    if options.side is not None and not (64 <= options.side <= 2048 and options.side % 64 == 0):
+        parser.error("--side must be a multiple of 64, 2048 at most")
+    if options.steps is not None and not 1 <= options.steps <= 1000:
+        parser.error("--steps must be between 1 and 1000")
+    names = [file.stem for file in options.lora or ()]
+    if len({*names}) < len(names):
+        parser.error("--lora: two files have the same name; rename one")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this torch finds no CUDA device")
+
+
+def show(result: Result, options: argparse.Namespace, seconds: float) -> int:
+    """Print, write and perhaps open; the status is 1 if the embedded model's figures are not as promised."""
+    print(f"\n{report.console_table(result)}\n\n{report.legend_of(result)}\n", flush=True)
+    place = report.write(result, options.output).resolve()
+    print(f"{seconds:.0f} s; report: {place}")
+    broken = broken_promises(result) if result.plan.subjects is not None else []
     for line in broken:
         print(line, file=sys.stderr)
     if options.open:
-        webbrowser.open(place.resolve().as_uri())
+        webbrowser.open(place.as_uri())
     return 1 if broken else 0
+
+
+def main() -> int:
+    """Read the command line, run, show."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # file names may hold what the console cannot show
+    parser = argument_parser()
+    options = parser.parse_args()
+    check(parser, options)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    start = time.perf_counter()
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.output):
+            pass  # better to fail now than after all the work
+        plan = embedded_plan(device, dtype) if options.checkpoint is None else own_plan(options, device, dtype)
+        result = run(plan, lambda text: print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True))
+        return show(result, options, time.perf_counter() - start)
+    except (CheckpointError, NetworkError, GenerationError) as error:
+        print(error, file=sys.stderr)
+    except OSError as error:
+        print(f"The report could not be written into {options.output}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return 130
+    return 2
 
 
 if __name__ == "__main__":

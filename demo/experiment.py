@@ -20,7 +20,8 @@ from demo.shapes import judge
 from demo.shapes.subject import Subject
 from demo.variants import FULL_PRECISION, VARIANTS, Variant
 
-NO_LORA = "no LoRA"
+NO_LORA = ""
+"""Label of the pictures without LoRAs; no file can have it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class LoraEffect:
     """How much of what LoRAs change in full precision they change here."""
 
     cosine: float
-    """Of the change of the final latents, against the change in full precision."""
+    """Of the change of the final latents, against the change in full precision: the direction."""
+    strength: float
+    """Length of that change in the direction of the one in full precision, over the latter's length."""
     reading: float | None
     """The judge's: change of the styles it reads, over the change in full precision; None if it cannot tell."""
 
@@ -140,7 +143,7 @@ def _effect(plain: Pictures, styled: Pictures, full_plain: Pictures, full_styled
         full_moved = _styles(full_styled.pixels) - _styles(full_plain.pixels[:count])
         counted = np.abs(full_moved) > 0.25  # a LoRA for one style hardly moves the other
         kept = float((moved[counted] / full_moved[counted]).min()) if counted.any() else None
-    return LoraEffect(measures.cosine(full_change, change), kept)
+    return LoraEffect(measures.cosine(full_change, change), measures.strength(full_change, change), kept)
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Result:

@@ -10,6 +10,10 @@ import torch
 from diffusers import DiffusionPipeline
 
 
+class GenerationError(ValueError):
+    """What came out is no picture; the message says why."""
+
+
 @dataclass(frozen=True)
 class Work:
     """What is generated; the same for every way of storing the weights."""
@@ -64,6 +68,8 @@ def generate(pipeline: DiffusionPipeline, work: Work) -> Pictures:
         chosen = slice(start, start + work.batch)
         begin = time.perf_counter()
         found = denoise(pipeline, work, chosen)
+        if not torch.isfinite(found).all():
+            raise GenerationError("the pictures hold NaN or infinity: the checkpoint or a LoRA is damaged")
         latents.append(found.float().cpu())
         seconds += time.perf_counter() - begin
         pixels.append(decode(pipeline, found))

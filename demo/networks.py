@@ -15,6 +15,9 @@ Layer = torch.nn.Linear | torch.nn.Conv2d
 """What a LoRA can change."""
 
 
+_PARTS = {"lora_down.weight", "lora_up.weight", "alpha"}
+
+
 class NetworkError(ValueError):
     """A LoRA cannot be used; the message says why."""
 
@@ -35,22 +38,31 @@ def layers_of(pipeline: DiffusionPipeline) -> dict[str, Layer]:
 
 def deltas_of(file: Path, layers: dict[str, Layer]) -> dict[Layer, torch.Tensor]:
     """The float32 difference, in the weight's shape, for each layer that a LoRA changes. Raises NetworkError."""
+    if not file.is_file():
+        raise NetworkError(f"{file}: there is no such file")
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise NetworkError(f"{file}: this is no whole safetensors file ({error})") from None
+        raise NetworkError(f"{file}: this is no whole safetensors file, or it cannot be read ({error})") from None
+    others = sorted({key.partition(".")[2] for key in tensors} - _PARTS)
+    if others or not tensors:
+        held = f"it holds {', '.join(others[:3])}" if others else "it is empty"
+        raise NetworkError(f"{file}: the demo adds LoRAs in kohya's format only; {held}")
     found = {}
-    for key in (key for key in tensors if key.endswith(".lora_down.weight")):
-        name = key.removesuffix(".lora_down.weight")
+    for name in dict.fromkeys(key.partition(".")[0] for key in tensors):
         if name not in layers:
             raise NetworkError(f"{file}: this model has no layer for {name}")
-        down, up = tensors[key].float(), tensors[f"{name}.lora_up.weight"].float()
-        factor = tensors[f"{name}.alpha"].item() / len(down) if f"{name}.alpha" in tensors else 1.0
-        shape = layers[name].weight.shape
-        delta = factor * up.flatten(1) @ down.flatten(1)
-        if delta.numel() != shape.numel():
-            raise NetworkError(f"{file}: {name} does not have the shape of this model's layer")
-        found[layers[name]] = delta.view(shape)
-    if not found:
-        raise NetworkError(f"{file}: no LoRA in kohya's format was found in it")
+        try:
+            delta = _delta(tensors, name).view(layers[name].weight.shape)
+        except (KeyError, IndexError, RuntimeError) as error:
+            raise NetworkError(f"{file}: {name} does not fit this model's layer, or is incomplete ({error})") from None
+        if not torch.isfinite(delta).all():
+            raise NetworkError(f"{file}: {name} holds NaN or infinity")
+        found[layers[name]] = delta
     return found
+
+
+def _delta(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    down, up = (tensors[f"{name}.lora_{part}.weight"].float() for part in ("down", "up"))
+    factor = tensors[f"{name}.alpha"].item() / len(down) if f"{name}.alpha" in tensors else 1.0
+    return factor * up.flatten(1) @ down.flatten(1)

@@ -1,4 +1,4 @@
-"""What diffusers' layers of a UNet are called in the original layout of Stable Diffusion 1 and SDXL checkpoints."""
+"""What diffusers' layers are called in the original layout of Stable Diffusion 1 and SDXL checkpoints."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _ENDS = {
     "conv_norm_out": "out.0",
     "conv_out": "out.2",
 }
+_VAE_ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
 _LEVEL = 3
 """Blocks of a level: two residual ones, and one that changes the picture's size or is a third residual one."""
 _PLACE = re.compile(r"(?:(down|up)_blocks\.(\d)|mid_block)\.(resnets|attentions|downsamplers|upsamplers)\.(\d)\.(.+)")
@@ -53,3 +54,16 @@ def _original(name: str, attended: set[str]) -> str:
     if part == "upsamplers":
         return f"output_blocks.{_LEVEL * int(level) + 2}.{2 if level in attended else 1}.conv"
     return f"input_blocks.{1 + step}.{inner}.{rest}" if side == "down" else f"output_blocks.{step}.{inner}.{rest}"
+
+
+def original_vae_name(key: str) -> str:
+    """The original name of a tensor of the autoencoder with four levels, without `first_stage_model.`."""
+    key = key.replace("mid_block.attentions.0", "mid.attn_1").replace("conv_norm_out", "norm_out")
+    for theirs, original in _VAE_ATTENTION.items():
+        key = key.replace(f"mid.attn_1.{theirs}.", f"mid.attn_1.{original}.")
+    key = re.sub(r"mid_block\.resnets\.(\d)", lambda found: f"mid.block_{int(found[1]) + 1}", key)
+    key = re.sub(r"down_blocks\.(\d)\.downsamplers\.0", r"down.\1.downsample", key)
+    key = re.sub(r"up_blocks\.(\d)\.upsamplers\.0", lambda found: f"up.{3 - int(found[1])}.upsample", key)
+    key = re.sub(r"down_blocks\.(\d)\.resnets", r"down.\1.block", key)
+    key = re.sub(r"up_blocks\.(\d)\.resnets", lambda found: f"up.{3 - int(found[1])}.block", key)
+    return key.replace("conv_shortcut", "nin_shortcut")

@@ -55,7 +55,7 @@ def cells_of(row: Row) -> list[str]:
         cells.append(f"{row.following:.1%}")
     for effect in row.effects.values():
         reading = "" if effect.reading is None else f"{effect.reading:.1%}, "
-        cells.append(f"{reading}cos {effect.cosine:.4f}")
+        cells.append(f"{reading}{effect.strength:.1%}, {effect.cosine:.4f}")
     return cells
 
 
@@ -72,9 +72,9 @@ def legend_of(result: Result) -> str:
         parts.append("prompt following: share of pictures in which the judge reads shape and both colours as asked.")
     if result.rows[0].effects:
         parts.append(
-            "LoRA: how much of the LoRA's effect in full precision is kept"
-            + (", by the judge's reading, and" if result.plan.subjects is not None else ",")
-            + " by the cosine of the change of the final latents."
+            "LoRA: how much of the LoRA's effect in full precision is kept: "
+            + ("by the judge's reading; " if result.plan.subjects is not None else "")
+            + "strength and cosine of the change of the final latents."
         )
     return " ".join(parts)
 
@@ -179,7 +179,10 @@ def grid_picture(result: Result, columns: int = 6, cell: int = 80) -> Image.Imag
 def write(result: Result, folder: Path) -> Path:
     """Write page and grid into a folder, and return the page's place."""
     folder.mkdir(parents=True, exist_ok=True)
-    grid_picture(result).save(folder / "grid.png", optimize=True)
+    unfinished = folder / "grid.part"
+    grid_picture(result).save(unfinished, "PNG", optimize=True)
+    unfinished.replace(folder / "grid.png")
     place = folder / "report.html"
-    place.write_text(page(result), encoding="utf-8")
-    return place
+    unfinished = place.with_suffix(".part")
+    unfinished.write_text(page(result), encoding="utf-8")
+    return unfinished.replace(place)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import tempfile
 from pathlib import Path
 
 import torch
 from lycoris.kohya import LycorisNetworkKohya
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from demo.model import CHECKPOINT, LORAS
@@ -78,6 +81,21 @@ def train_addition(addition: Addition, networks: Networks, output: Path) -> None
     network.save_weights(
         str(output), torch.float16, {"ss_network_module": "lycoris.kohya", "ss_output_name": addition.name}
     )
+    if addition.algorithm == "glora":
+        as_the_webui_reads_it(output)
+
+
+def as_the_webui_reads_it(file: Path) -> None:
+    """Exchange the two factors of GLoRA's products: LyCORIS wrote them the other way round when the WebUI learnt it."""
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = {
+        _EXCHANGED.sub(lambda found: f".{found[1]}{3 - int(found[2])}.", k): v for k, v in load_file(file).items()
+    }
+    save_file(tensors, file, metadata)
+
+
+_EXCHANGED = re.compile(r"\.([ab])([12])\.")
 
 
 def main() -> int:

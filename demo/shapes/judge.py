@@ -19,6 +19,10 @@ LEAST_OVERLAP = 0.7
 """Intersection over union with the named outline that a shape must have."""
 _GRID = 48
 _RING = 2
+_LITTER = 0.1
+"""Largest area of other spots and colours, against the shape's."""
+_SMALLEST, _FLATTEST = 0.3, 1.4
+"""Least extent of a shape, in sides, and largest proportion of its extents."""
 _FINE = 8
 """Outlines are rasterised this many times finer, then averaged: half-covered pixels count as half."""
 
@@ -65,12 +69,12 @@ _INSIDES = {name: ndimage.distance_transform_edt(np.pad(mask, 1))[1:-1, 1:-1] fo
 _CORES = {name: depth >= 0.75 * depth.max() for name, depth in _INSIDES.items()}
 """The innermost part of each outline, which an outlined shape leaves free."""
 _REFERENCES = np.array([*PALETTE.values(), *(stripe_tone(name) for name in COLOURS)], dtype=float)
+"""The palette, then the tones of stripes on each of its colours."""
 
 
 def _labels(picture: np.ndarray) -> np.ndarray:
-    """Index of the nearest reference's colour for every pixel; a stripe's tone counts as its colour."""
-    distance = ((picture[..., None, :] - _REFERENCES) ** 2).sum(-1)
-    return distance.argmin(-1) % len(COLOURS)
+    """Index of the nearest reference for every pixel."""
+    return ((picture[..., None, :] - _REFERENCES) ** 2).sum(-1).argmin(-1)
 
 
 def _stripes(picture: np.ndarray, ground: np.ndarray, background: str) -> float:
@@ -95,28 +99,34 @@ def read(picture: np.ndarray) -> Reading:
     labels = _labels(picture)
     edge = np.ones(labels.shape, bool)
     edge[_RING:-_RING, _RING:-_RING] = False
-    counts = np.bincount(labels[edge], minlength=len(COLOURS))
+    counts = np.bincount(labels[edge] % len(COLOURS), minlength=len(COLOURS))
     ground = int(counts.argmax())
-    nothing = Reading(None, None, None, 0.0, 0.0, 0.0)
     if counts[ground] < 0.8 * counts.sum():
-        return nothing
-    other = labels != ground
-    counts = np.bincount(labels[other], minlength=len(COLOURS))
+        return Reading(None, None, None, 0.0, 0.0, 0.0)
+    other = labels % len(COLOURS) != ground
+    counts = np.bincount(labels[other], minlength=len(_REFERENCES))[: len(COLOURS)]
     background = COLOURS[ground]
     stripes = _stripes(picture, ndimage.binary_erosion(~other, iterations=2, border_value=1), background)
     if counts.max(initial=0) < 0.01 * labels.size:
         return Reading(None, None, background, 0.0, 0.0, stripes)
     colour = int(counts.argmax())
+    unclear = Reading(None, COLOURS[colour], background, 0.0, 0.0, stripes)
     # A pixel on the border of two colours is near neither: it belongs to the shape if it is nearer to the shape's.
     near = [((picture - np.array(PALETTE[COLOURS[index]])) ** 2).sum(-1) for index in (ground, colour)]
     near[0] = np.minimum(near[0], ((picture - np.array(stripe_tone(background))) ** 2).sum(-1))
     mask = near[1] < near[0]
     blobs, number = ndimage.label(mask, structure=np.ones((3, 3)))
-    sizes = np.sort(ndimage.sum_labels(mask, blobs, range(1, number + 1)))[::-1]
-    if number > 1 and sizes[1] > 0.15 * sizes[0]:
-        return Reading(None, COLOURS[colour], background, 0.0, 0.0, stripes)
-    mask = blobs == 1 + int(np.argmax(ndimage.sum_labels(mask, blobs, range(1, number + 1))))
+    if number == 0:
+        return unclear
+    sizes = ndimage.sum_labels(mask, blobs, range(1, number + 1))
+    foreign = ndimage.binary_opening(other & (labels != colour), structure=np.ones((3, 3)))
+    if sizes.sum() - sizes.max() + foreign.sum() > _LITTER * sizes.max():
+        return unclear
+    mask = blobs == 1 + int(sizes.argmax())
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    height, width = rows[-1] - rows[0] + 1, columns[-1] - columns[0] + 1
+    if min(height, width) < _SMALLEST * len(picture) or max(height, width) > _FLATTEST * min(height, width):
+        return unclear
     box = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     size = (_GRID, _GRID)
     scaled = np.asarray(Image.fromarray(box.astype(np.uint8) * 255).resize(size, Image.Resampling.BOX)) > 127

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -79,10 +80,16 @@ def test_a_process_of_its_own(tmp_path):
         (("--checkpoint", "model.ckpt"), "only .safetensors"),
         (("--lora", "x.safetensors"), "--checkpoint"),
         (("--checkpoint", CHECKPOINT, "--side", "100"), "multiple of 64"),
-        (("--checkpoint", CHECKPOINT, "--steps", "0"), "at least 1"),
+        (("--checkpoint", CHECKPOINT, "--steps", "0"), "between 1 and 1000"),
         (("--checkpoint", CHECKPOINT, "--lora", "absent.safetensors", "--steps", "1"), "absent.safetensors"),
         (("--checkpoint", CHECKPOINT, "--prompt", "x", "--steps", "1", "--output", "file"), "could not be written"),
+        (("--steps", "3"), "--checkpoint"),
         (("--device", "toaster"), "toaster"),
+        (
+            ("--checkpoint", CHECKPOINT, "--lora", LORAS / "shapes-dora.safetensors"),
+            "it holds dora_scale",
+        ),
+        (("--checkpoint", CHECKPOINT, *("--lora", LORAS / "shapes-outline.safetensors") * 2), "same name"),
     ],
     ids=lambda value: str(value)[-30:],
 )
@@ -95,7 +102,7 @@ def test_errors_say_what_to_do(demo, tmp_path, arguments, said):
 
 def result(**changes) -> Result:
     """Figures that keep every promise, but for the changes to int8's."""
-    effects = {"a": LoraEffect(0.999, 1.0)}
+    effects = {"a": LoraEffect(0.999, 1.0, 1.0)}
     work = Work(("x",), (0,), 64)
     plan = Plan(Path("x"), work, {}, work, torch.device("cpu"), torch.float32, ())
     good = Row("", 1, 2, 3, 0.1, (40.0,), (1.0,), 0.97, effects)
@@ -109,9 +116,12 @@ def result(**changes) -> Result:
     "changes",
     [
         {"following": 0.95},
-        {"effects": {"a": LoraEffect(0.97, 1.0)}},
-        {"effects": {"a": LoraEffect(0.999, 0.9)}},
+        {"effects": {"a": LoraEffect(0.97, 1.0, 1.0)}},
+        {"effects": {"a": LoraEffect(0.999, 1.0, 0.9)}},
+        {"effects": {"a": LoraEffect(math.nan, 1.0, 1.0)}},
+        {"effects": {"a": LoraEffect(0.999, 1.0, None)}},
         {"psnr": (37.9,)},
+        {"psnr": (math.nan,)},
     ],
 )
 def test_a_broken_promise_is_named(changes):

@@ -12,7 +12,7 @@ from scipy import ndimage
 
 from demo.shapes import judge
 from demo.shapes.drawing import Style, draw
-from demo.shapes.subject import HELD_OUT, PALETTE, SHAPES, SUBJECTS, TRAINED, Subject
+from demo.shapes.subject import HELD_OUT, PALETTE, SHAPES, SUBJECTS, TRAINED, Subject, stripe_tone
 
 PICTURES = list(SUBJECTS) * 2
 ERRORS_ALLOWED = 0.01
@@ -97,6 +97,43 @@ def test_two_shapes_are_one_too_many():
     picture = np.full((64, 64, 3), PALETTE["white"], np.uint8)
     picture[8:24, 8:24] = picture[38:54, 38:54] = PALETTE["red"]
     assert judge.read(picture).shape is None
+
+
+def circle_with(*spots, colour="red", stretch=1.0):
+    """A circle on blue, with rectangles (rows, columns, colour) over it."""
+    picture = np.full((64, 64, 3), PALETTE["blue"], np.uint8)
+    rows, columns = np.mgrid[:64, :64]
+    picture[(rows - 32) ** 2 * stretch + (columns - 32) ** 2 < 18**2] = (
+        colour if isinstance(colour, tuple) else PALETTE[colour]
+    )
+    for place, name in spots:
+        picture[place] = PALETTE[name]
+    return picture
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        circle_with((np.s_[3:13, 3:18], "green")),
+        circle_with((np.s_[28:36, 5:60], "black")),
+        circle_with((np.s_[3:11, 3:12], "red"), (np.s_[53:61, 52:61], "red")),
+        circle_with(stretch=3.5),
+        circle_with(colour=stripe_tone("red")),
+    ],
+    ids=["another shape", "a bar over it", "spots", "flat", "a tone between"],
+)
+def test_almost_a_red_circle(picture):
+    assert judge.read(circle_with()).follows(Subject("circle", "red", "blue"))
+    assert not judge.read(picture).follows(Subject("circle", "red", "blue"))
+
+
+def test_nothing_makes_it_fail():
+    random = np.random.default_rng(2)
+    for ground in PALETTE.values():
+        for _ in range(60):
+            picture = np.full((64, 64, 3), ground, np.uint8)
+            picture[20:36, 20:36] = random.integers(0, 256, (16, 16, 3))
+            assert judge.read(picture).overlap <= 1
 
 
 def test_wrong_colour_shape_or_ground_does_not_follow():

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from demo.generation import GenerationError, Work, generate
 from demo.loading import CheckpointError, family_of, load_pipeline
 from demo.model import CHECKPOINT, CLIP
 from tools.tiny_sd.layout import checkpoint
@@ -78,12 +79,30 @@ def test_other_kinds_of_model(tmp_path):
         load_pipeline(tmp_path / "absent.safetensors")
 
 
-def test_a_checkpoint_with_missing_layers(tmp_path):
-    tensors = load_file(CHECKPOINT)
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        "model.diffusion_model.out.2.",
+        "first_stage_model.decoder.conv_in.",
+        "cond_stage_model.transformer.text_model.encoder.layers.1.mlp.fc1.",
+        "first_stage_model.",
+        "cond_stage_model.",
+    ],
+)
+def test_a_checkpoint_with_holes(tmp_path, lacking):
     file = tmp_path / "holes.safetensors"
-    save_file({key: value for key, value in tensors.items() if "diffusion_model.out.2" not in key}, file)
-    with pytest.raises(CheckpointError, match="2 tensors of the UNet are missing"):
+    save_file({key: value for key, value in load_file(CHECKPOINT).items() if not key.startswith(lacking)}, file)
+    with pytest.raises(CheckpointError, match=r"holes\.safetensors: \S+"):
         load_pipeline(file)
+
+
+def test_a_damaged_checkpoint_is_told(tmp_path):
+    tensors = load_file(CHECKPOINT)
+    tensors["model.diffusion_model.out.2.bias"][0] = torch.nan
+    save_file(tensors, tmp_path / "nan.safetensors")
+    pipeline = load_pipeline(tmp_path / "nan.safetensors")
+    with pytest.raises(GenerationError, match="NaN"):
+        generate(pipeline, Work(("x",), (0,), 64, steps=1))
 
 
 def test_tokenizer_is_clips():

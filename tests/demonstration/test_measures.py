@@ -27,6 +27,12 @@ def test_ssim_of_the_same_and_of_another_picture():
     assert measures.ssim(a, b)[0] < 0.1
 
 
+def test_strength_is_the_length_in_the_wanted_direction():
+    a = torch.tensor([3.0, 4.0])
+    assert measures.strength(a, a / 10) == pytest.approx(0.1)
+    assert measures.strength(a, a + torch.tensor([-4.0, 3.0])) == pytest.approx(1)
+
+
 def test_cosine_and_signal_to_noise():
     a = torch.tensor([3.0, 4.0])
     assert measures.cosine(a, 2 * a) == pytest.approx(1)
@@ -58,6 +64,16 @@ def test_peak_counts_no_weight_twice():
     model = nn.Linear(64, 32, bias=False)
     x = torch.zeros(1, 64)
     assert measures.peak_bytes(model, lambda: model(x)) == 4 * 64 * 32 + 4 * 32
+
+
+def test_peak_forgets_weights_that_were_replaced():
+    model = nn.Linear(64, 32, bias=False)
+
+    def work():
+        model.to(torch.float64)
+        model.to(torch.float16)
+
+    assert measures.peak_bytes(model, work) == (4 + 8) * 64 * 32
 
 
 def test_peak_sees_inside_an_8_bit_weight():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file as load_numpy
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from demo.model import LORAS
 from demo.networks import NetworkError, deltas_of, layers_of
@@ -55,9 +55,16 @@ def test_networks_that_do_not_fit(pipeline, tmp_path):
     with pytest.raises(NetworkError, match="shape"):
         deltas_of(lora(tmp_path / "wide.safetensors", width=96), layers)
     (tmp_path / "text.safetensors").write_text("no network")
-    for bad, said in (("text", "no whole"), ("absent", "no whole")):
+    for bad, said in (("text", "no whole"), ("absent", "no such file")):
         with pytest.raises(NetworkError, match=said):
             deltas_of(tmp_path / f"{bad}.safetensors", layers)
-    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(NetworkError, match="no LoRA"):
-        deltas_of(tmp_path / "other.safetensors", layers)
+    for family, part in (("loha", "hada_w1_a"), ("norm", "b_norm"), ("dora", "dora_scale"), ("full", "diff")):
+        with pytest.raises(NetworkError, match=f"kohya's format only; it holds {part}"):
+            deltas_of(LORAS / f"shapes-{family}.safetensors", layers)
+    half = lora(tmp_path / "half.safetensors")
+    save_file({key: value for key, value in load_file(half).items() if "up" not in key}, half)
+    with pytest.raises(NetworkError, match="incomplete"):
+        deltas_of(half, layers)
+    save_file({key: value / 0 for key, value in load_file(lora(half)).items()}, half)
+    with pytest.raises(NetworkError, match="NaN"):
+        deltas_of(half, layers)

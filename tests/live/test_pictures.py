@@ -13,6 +13,7 @@ from live.client import Client
 from live.conftest import reset
 
 ALL, FEW = 12, 3
+STEPS = 12
 PROMPTS = held_out_prompts(ALL)
 FULL, FORMATS = "full precision", ("float8_e4m3fn", "float8_e5m2", "int8")
 QUALITY = "masterpiece, best quality, {}, highly detailed"
@@ -44,7 +45,7 @@ class Album:
         """Pictures with the model as it is."""
         addition = "".join(f"<lora:shapes-{name}:1>" for name in networks)
         prompts = [template.format(prompt) + addition for prompt, _ in PROMPTS[:count]]
-        return np.stack([self.client.txt2img(p, seed=seed, steps=20).pixels for seed, p in enumerate(prompts)])
+        return np.stack([self.client.txt2img(p, seed=seed, steps=STEPS).pixels for seed, p in enumerate(prompts)])
 
     def __call__(self, storage: str, networks=(), count=ALL) -> np.ndarray:
         key = storage, networks, count

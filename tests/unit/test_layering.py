@@ -29,6 +29,8 @@ CORE = sorted(
     if "webui" not in path.relative_to(PACKAGE).parts and path.name != "__main__.py"
 )
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "scripts").glob("*.py")])
+FLOORS = ("tools", "demo", "lib_fp8")
+"""Folders from the top; what users run in the WebUI lies at the bottom and needs nothing of the others."""
 WEBUI_ONLY = ("modules", "gradio", "networks", "fastapi")
 
 
@@ -68,6 +70,13 @@ def complaints(path, tree=None):
 def test_dependencies_point_downwards(path):
     assert owner(path) in LEVEL, "a new module: give it a level"
     assert complaints(path) == []
+
+
+@pytest.mark.parametrize("floor", range(len(FLOORS)), ids=FLOORS)
+def test_folders_need_only_those_below(floor):
+    above = {*FLOORS[:floor], "tests", "run"}
+    for path in (ROOT / FLOORS[floor]).rglob("*.py"):
+        assert [module for module in imports(path) if module.split(".")[0] in above] == [], path
 
 
 @pytest.mark.parametrize(

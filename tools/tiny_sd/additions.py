@@ -36,6 +36,8 @@ FEW_WHOLE_LAYERS = {
     "text_encoder_target_name": [],
 }
 """Few enough for a small file of complete differences."""
+LINEAR = {**FEW_WHOLE_LAYERS, "unet_target_name": [r".*\.(to_q|to_k|to_v|to_out\.0|net\.0\.proj|net\.2)$"]}
+"""The WebUI's GLoRA cannot do 1x1 convolutions."""
 CROSS_ATTENTION = {**FEW_WHOLE_LAYERS, "unet_target_name": [r".*attn[12]\.(to_q|to_out\.0)$"]}
 SCALES = {
     "enable_conv": True,
@@ -72,7 +74,7 @@ ADDITIONS = (
     Addition("dora", OUTLINE, preset=TRANSFORMERS, extra={"weight_decompose": True, "wd_on_out": True}),
     Addition("dora-in", OUTLINE, preset=TRANSFORMERS, extra={"weight_decompose": True, "wd_on_out": False}),
     Addition("ia3", STRIPES, "ia3", preset=SCALES, rate=2e-2),
-    Addition("glora", STRIPES, "glora", rank=2, preset=TRANSFORMERS),
+    Addition("glora", STRIPES, "glora", rank=2, preset=LINEAR),
     Addition("oft", STRIPES, "diag-oft", preset=TRANSFORMERS),
     Addition("boft", STRIPES, "boft", rank=8, preset=CROSS_ATTENTION),
     Addition("norm", STRIPES, rank=1, conv_rank=1, extra={"train_norm": True}),

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
-from demo.original_names import original_names
+from demo.original_names import original_names, original_vae_name
 from tools.tiny_sd.networks import Networks
-
-_VAE_ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
-
-
-def vae_key(key: str) -> str:
-    """The key in Stable Diffusion 1's layout, without `first_stage_model.`."""
-    key = key.replace("mid_block.attentions.0", "mid.attn_1").replace("conv_norm_out", "norm_out")
-    for theirs, original in _VAE_ATTENTION.items():
-        key = key.replace(f"mid.attn_1.{theirs}.", f"mid.attn_1.{original}.")
-    key = re.sub(r"mid_block\.resnets\.(\d)", lambda found: f"mid.block_{int(found[1]) + 1}", key)
-    key = re.sub(r"down_blocks\.(\d)\.downsamplers\.0", r"down.\1.downsample", key)
-    key = re.sub(r"up_blocks\.(\d)\.upsamplers\.0", lambda found: f"up.{3 - int(found[1])}.upsample", key)
-    key = re.sub(r"down_blocks\.(\d)\.resnets", r"down.\1.block", key)
-    key = re.sub(r"up_blocks\.(\d)\.resnets", lambda found: f"up.{3 - int(found[1])}.block", key)
-    return key.replace("conv_shortcut", "nin_shortcut")
 
 
 def _vae_value(key: str, value: torch.Tensor) -> torch.Tensor:
@@ -39,7 +22,7 @@ def checkpoint(networks: Networks, dtype: torch.dtype = torch.float16) -> dict[s
         layer, kind = key.rsplit(".", 1)
         found[f"model.diffusion_model.{layers[layer]}.{kind}"] = value
     for key, value in networks.vae.state_dict().items():
-        name = f"first_stage_model.{vae_key(key)}"
+        name = f"first_stage_model.{original_vae_name(key)}"
         found[name] = _vae_value(name, value)
     for key, value in networks.text_encoder.state_dict().items():
         found[f"cond_stage_model.transformer.text_model.{key.removeprefix('text_model.')}"] = value
