@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image
 
 from demo.generation import Work, generate
-from demo.loading import load_pipeline
+from demo.loading import CheckpointError, load_pipeline
 from demo.model import CHECKPOINT
-from demo.networks import deltas_of, layers_of
+from demo.networks import NetworkError, deltas_of, layers_of
 from demo.shapes import judge
 from demo.shapes.prompts import held_out_prompts
 
@@ -31,10 +31,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sheet", type=Path, help="write the first 60 pictures here")
     options = parser.parse_args()
-    pipeline = load_pipeline(options.checkpoint)
-    if options.lora:
-        for layer, delta in deltas_of(options.lora, layers_of(pipeline)).items():
-            layer.weight.data += delta
+    if min(options.prompts, options.seeds, options.steps) < 1:
+        parser.error("--prompts, --seeds and --steps must be at least 1")
+    try:
+        pipeline = load_pipeline(options.checkpoint)
+        if options.lora:
+            for layer, delta in deltas_of(options.lora, layers_of(pipeline)).items():
+                layer.weight.data += delta
+    except (CheckpointError, NetworkError) as error:
+        parser.error(str(error))
     prompts, subjects = zip(*held_out_prompts(options.prompts))
     scores = []
     for run in range(options.seeds):

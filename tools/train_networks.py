@@ -101,9 +101,12 @@ _EXCHANGED = re.compile(r"\.([ab])([12])\.")
 def main() -> int:
     """Train what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=f"default: all of {', '.join(each.name for each in ADDITIONS)}")
+    known = [addition.name for addition in ADDITIONS]
+    parser.add_argument("names", nargs="*", help=f"default: all of {', '.join(known)}")
     parser.add_argument("--output", type=Path, default=LORAS)
     options = parser.parse_args()
+    if unknown := set(options.names) - set(known):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known are {', '.join(known)}")
     options.output.mkdir(parents=True, exist_ok=True)
     networks = load_networks(CHECKPOINT)
     for part in (networks.vae, networks.unet, networks.text_encoder):
@@ -112,7 +115,9 @@ def main() -> int:
         file = options.output / f"shapes-{addition.name}.safetensors"
         if file.exists() or (options.names and addition.name not in options.names):
             continue
-        train_addition(addition, networks, file)
+        unfinished = file.with_suffix(".part.safetensors")
+        train_addition(addition, networks, unfinished)
+        unfinished.replace(file)
         print(f"wrote {file}, {file.stat().st_size // 1024} KiB", flush=True)
     return 0
 

@@ -7,6 +7,8 @@ it stopped when it is started again with the same folder.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import time
 from pathlib import Path
 
@@ -24,20 +26,27 @@ def main() -> int:
     """Train all stages and write the checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("tiny-sd-work"), help="folder of the unfinished training")
-    parser.add_argument("--output", type=Path, default=Path("tiny-sd-work/shapes-sd1.safetensors"))
+    parser.add_argument("--output", type=Path, help="default: shapes-sd1.safetensors in that folder")
     parser.add_argument("--clip", type=Path, default=CLIP, help="tokenizer and text encoder configuration")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first weights")
     options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
+    output = options.output or options.work / "shapes-sd1.safetensors"
+    for folder in (options.work, output.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    begun = options.work / "begun.json"
+    plan = {"seed": options.seed, "stages": [dataclasses.asdict(stage) for stage in stages.STAGES]}
+    if begun.exists() and json.loads(begun.read_text()) != plan:
+        parser.error(f"{options.work} holds a training with another seed or other steps: choose another --work")
+    begun.write_text(json.dumps(plan))
     start = time.monotonic()
     networks = make_networks(options.clip, options.seed)
     stages.train_autoencoder(networks, options.work)
     readers = stages.train_words(networks, options.work)
     stages.train_denoiser(networks, readers, options.work)
     stages.train_decoder(networks, options.work)
-    save_file(dict(checkpoint(networks)), options.output, metadata={"format": "pt"})
-    draw_curves(options.work, options.output.with_name("loss.png"))
-    print(f"wrote {options.output} after {(time.monotonic() - start) / 60:.0f} minutes")
+    save_file(checkpoint(networks), output, metadata={"format": "pt"})
+    draw_curves(options.work, output.with_name("loss.png"))
+    print(f"wrote {output} after {(time.monotonic() - start) / 60:.0f} minutes")
     return 0
 
 
