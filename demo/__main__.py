@@ -9,6 +9,7 @@ import argparse
 import io
 import sys
 import tempfile
+import textwrap
 import time
 import webbrowser
 from dataclasses import replace
@@ -88,7 +89,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 def show(result: Result, options: argparse.Namespace, seconds: float) -> int:
     """Print, write and perhaps open; the status is 1 if the embedded model's figures are not as promised."""
-    print(f"\n{report.console_table(result)}\n\n{report.legend_of(result)}\n", flush=True)
+    print(f"\n{report.console_table(result)}\n\n{textwrap.fill(report.legend_of(result), 110)}\n", flush=True)
     place = report.write(result, options.output).resolve()
     print(f"{seconds:.0f} s; report: {place}")
     broken = broken_promises(result) if result.plan.subjects is not None else []

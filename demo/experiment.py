@@ -107,8 +107,9 @@ class Run:
     peak_bytes: int
 
 
-def run_variant(variant: Variant, plan: Plan) -> Run:
+def run_variant(variant: Variant, plan: Plan, say: Callable[[str], None]) -> Run:
     """Load, convert, count bytes, generate without LoRAs and with each set of them."""
+    say(f"{variant.name}: {len(plan.work.prompts)} pictures")
     pipeline = load_pipeline(plan.checkpoint, plan.dtype)
     layers = layers_of(pipeline)
     deltas = {name: deltas_of(file, layers) for name, file in plan.loras.items()}
@@ -123,6 +124,7 @@ def run_variant(variant: Variant, plan: Plan) -> Run:
     peak = measures.peak_bytes(pipeline.unet, lambda: denoise(pipeline, one_step, slice(0, 1)))
     pictures = {NO_LORA: generate(pipeline, plan.work)}
     for label, names in lora_sets(list(deltas)).items():
+        say(f"{variant.name}: {len(plan.lora_work.prompts)} pictures with LoRA {label}")
         with torch.no_grad():
             for layer in touched:
                 added = [deltas[name][layer].to(plan.device) for name in names if layer in deltas[name]]
@@ -151,8 +153,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Result:
     rows: list[Row] = []
     pictures: dict[str, dict[str, Pictures]] = {}
     for variant in VARIANTS:
-        say(f"{variant.name}: {len(plan.work.prompts)} pictures, then {len(plan.lora_work.prompts)} with each LoRA")
-        held = run_variant(variant, plan)
+        held = run_variant(variant, plan, say)
         gc.collect()  # modules refer to each other in circles
         found = pictures[variant.name] = held.pictures
         full = pictures[FULL_PRECISION]

@@ -26,7 +26,7 @@ _HERE = Path(__file__).resolve().parent
 
 def mebibytes(count: float) -> str:
     """For people."""
-    return f"{count / 2**20:.1f} MB"
+    return f"{count / 2**20:.1f} MiB"
 
 
 def _decibels(value: float) -> str:

@@ -122,7 +122,10 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     page = build_page(start_standin())
-    page.queue().launch(server_name="127.0.0.1", server_port=options.port, inbrowser=options.open, show_api=False)
+    print(f"The settings are at http://127.0.0.1:{options.port}; Ctrl+C ends it.", flush=True)
+    page.queue().launch(
+        server_name="127.0.0.1", server_port=options.port, inbrowser=options.open, show_api=False, quiet=True
+    )
 
 
 if __name__ == "__main__":

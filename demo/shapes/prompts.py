@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from demo.shapes.subject import HELD_OUT, Subject
+from demo.shapes.subject import HELD_OUT, SHAPES, Subject
 
 WHOLE = (
     "a {colour} {shape} on a {background} background",
@@ -100,6 +100,9 @@ def held_out_prompts(count: int) -> list[tuple[str, Subject]]:
 
 
 def _mixed(subjects: tuple[Subject, ...]) -> list[Subject]:
-    shuffled = list(subjects)
-    random.Random(0).shuffle(shuffled)
-    return shuffled
+    """In random order, but the shapes take turns."""
+    source = random.Random(0)
+    by_shape = [[subject for subject in subjects if subject.shape == shape] for shape in SHAPES]
+    for group in by_shape:
+        source.shuffle(group)
+    return [subject for turn in zip(*by_shape) for subject in turn]

@@ -46,7 +46,7 @@ def test_embedded_model_keeps_every_promise(demo, tmp_path):
     status, said, errors = demo()
     assert status == 0, said + errors
     for variant in VARIANTS:
-        assert re.search(rf"^{re.escape(variant.name)} +[\d.]+ MB", said, re.M), said
+        assert re.search(rf"^{re.escape(variant.name)} +[\d.]+ MiB", said, re.M), said
     page = (tmp_path / "demo-report" / "report.html").read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="(?!data:)', page)
     assert page.count("<img") == 4 * (2 * len(VARIANTS) - 1) * 8

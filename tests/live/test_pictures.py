@@ -21,8 +21,8 @@ LORAS = {"outline": "hollow", "stripes": "stripes"}
 """Network to what of the judge's reading it changes."""
 SETS = {"outline": ("outline",), "stripes": ("stripes",), "both": ("outline", "stripes")}
 LYCORIS = ("loha", "lokr", "lokr-tucker", "full", "dora", "dora-in", "ia3", "glora", "oft", "boft", "norm")
-LEAST_KEPT = {"float8_e4m3fn": 0.98, "int8": 0.98, "float8_e5m2": 0.9}
-"""Of a LoRA's effect; the third has two bits for the digits."""
+LEAST_COSINE = {"float8_e4m3fn": 0.95, "int8": 0.98, "float8_e5m2": 0.9}
+"""Of the change that networks make to the pixels, against the change in full precision."""
 
 
 class Album:
@@ -91,13 +91,26 @@ def test_words_of_quality_do_no_harm(album: Album):
     assert following(album.make(template=QUALITY)) >= 0.9
 
 
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Of the angle between two changes of pixels."""
+    return float((a * b).sum() / np.sqrt((a**2).sum() * (b**2).sum()))
+
+
+def pixels_changed(pictures: np.ndarray, without: np.ndarray) -> np.ndarray:
+    """What networks add to the pixels."""
+    return pictures.astype(float) - without.astype(float)
+
+
 @pytest.mark.parametrize("networks", SETS.values(), ids=SETS)
 @pytest.mark.parametrize("storage", FORMATS)
 def test_loras_keep_their_effect(album: Album, storage, networks):
+    """By pixels, and by the judge's reading, in which one of the few pictures may tip over."""
+    full, stored = (album(FULL, networks), album(FULL)), (album(storage, networks), album(storage))
+    assert cosine(pixels_changed(*stored), pixels_changed(*full)) >= LEAST_COSINE[storage]
     for name in networks:
-        wanted = change(album(FULL, networks), album(FULL), LORAS[name])
+        wanted = change(*full, LORAS[name])
         assert wanted > 0.3
-        assert change(album(storage, networks), album(storage), LORAS[name]) / wanted >= LEAST_KEPT[storage]
+        assert change(*stored, LORAS[name]) >= 0.98 * wanted - 1 / ALL
 
 
 @pytest.mark.parametrize("name", LYCORIS)
@@ -110,7 +123,6 @@ def test_lycoris_networks_keep_their_effect(album: Album, name):
     album.make((), 1)
     bits = album.client.probe("parameters")
     without, found = album("int8", (), FEW), album.make((name,), FEW)
-    moved, expected = (a.astype(float) - b.astype(float) for a, b in ((found, without), (wanted, plain)))
-    assert (moved * expected).sum() / np.sqrt((moved**2).sum() * (expected**2).sum()) >= LEAST_KEPT["int8"]
+    assert cosine(pixels_changed(found, without), pixels_changed(wanted, plain)) >= LEAST_COSINE["int8"]
     np.testing.assert_array_equal(album.make((), 1), without[:1])
     assert album.client.probe("parameters") == bits
