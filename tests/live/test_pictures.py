@@ -21,8 +21,8 @@ LORAS = {"outline": "hollow", "stripes": "stripes"}
 """Network to what of the judge's reading it changes."""
 SETS = {"outline": ("outline",), "stripes": ("stripes",), "both": ("outline", "stripes")}
 LYCORIS = ("loha", "lokr", "lokr-tucker", "full", "dora", "dora-in", "ia3", "glora", "oft", "boft", "norm")
-LEAST_COSINE = {"float8_e4m3fn": 0.95, "int8": 0.98, "float8_e5m2": 0.9}
-"""Of the change that networks make to the pixels, against the change in full precision."""
+LEAST_COSINE = {"float8_e4m3fn": 0.95, "int8": 0.98, "float8_e5m2": 0.8}
+"""Of the change that networks make to the pixels, against that in full precision; e5m2 has two bits for digits."""
 
 
 class Album:
