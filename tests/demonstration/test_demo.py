@@ -27,8 +27,6 @@ from demo.variants import VARIANTS
 def demo(monkeypatch, tmp_path, capsys):
     """``demo(*arguments)`` runs the program in an empty folder and gives status, output and errors."""
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)  # the other tests compute with one
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["demo", *map(str, arguments)])
@@ -38,15 +36,21 @@ def demo(monkeypatch, tmp_path, capsys):
             status = stop.code
         return status, *capsys.readouterr()
 
-    yield run
-    torch.set_num_threads(threads)
+    return run
 
 
-def test_embedded_model_keeps_every_promise(demo, tmp_path):
-    status, said, errors = demo()
-    assert status == 0, said + errors
+def process(*arguments, folder):
+    """The program in a process of its own, with all cores: the other tests compute with one."""
+    command = [sys.executable, "-m", "demo", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_embedded_model_keeps_every_promise(tmp_path):
+    finished = process(folder=tmp_path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
     for variant in VARIANTS:
-        assert re.search(rf"^{re.escape(variant.name)} +[\d.]+ MiB", said, re.M), said
+        assert re.search(rf"^{re.escape(variant.name)} +[\d.]+ MiB", finished.stdout, re.M), finished.stdout
     page = (tmp_path / "demo-report" / "report.html").read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="(?!data:)', page)
     assert page.count("<img") == 4 * (2 * len(VARIANTS) - 1) * 8
@@ -66,9 +70,7 @@ def test_own_checkpoint(demo, tmp_path):
 
 
 def test_a_process_of_its_own(tmp_path):
-    command = [sys.executable, "-m", "demo", "--checkpoint", "absent.safetensors"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    finished = process("--checkpoint", "absent.safetensors", folder=tmp_path)
     assert finished.returncode == 2
     assert finished.stderr == "absent.safetensors: there is no such file\n"
 
