@@ -307,9 +307,8 @@ def test_multi_head_attention_under_autocast(attention, device, rng):
     torch.testing.assert_close(y.float(), expected.float(), rtol=5e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("logical_dtype", [torch.float16, torch.bfloat16], ids=str, indirect=True)
 def test_multi_head_attention_of_mixed_dtypes_is_refused_as_a_plain_one(attention, logical_dtype, device, rng):
-    if logical_dtype == torch.float32:
-        pytest.skip("not mixed: the fused projection is float32, too")
     for name in ("in_proj_weight", "in_proj_bias"):
         parameter = attention.get_parameter(name)
         parameter.data = parameter.data.float()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 
 import lib_fp8
@@ -100,52 +101,47 @@ def _stored_plainly(state, loaded):
 
 
 def test_safetensors_file_is_plain_or_refused(state, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
     path = tmp_path / "model.safetensors"
     try:
-        safetensors.save_file(state, path)
+        safetensors.torch.save_file(state, path)
     except (RuntimeError, ValueError, TypeError):
         assert not path.exists()
     else:
-        _stored_plainly(state, safetensors.load_file(path))
+        _stored_plainly(state, safetensors.torch.load_file(path))
 
 
 def test_safetensors_bytes_are_plain_or_refused(state):
-    safetensors = pytest.importorskip("safetensors.torch")
     try:
-        data = safetensors.save(state)
+        data = safetensors.torch.save(state)
     except (RuntimeError, ValueError, TypeError):
         return
-    _stored_plainly(state, safetensors.load(data))
+    _stored_plainly(state, safetensors.torch.load(data))
 
 
 def test_safetensors_model_is_plain_or_refused(storage_format, logical_dtype, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
     with torch.random.fork_rng():
         model = _model(storage_format, logical_dtype)
     path = tmp_path / "model.safetensors"
     try:
-        safetensors.save_model(model, str(path))
+        safetensors.torch.save_model(model, str(path))
     except (RuntimeError, ValueError, TypeError):
         assert not path.exists()
     else:
-        _stored_plainly(model.state_dict(), safetensors.load_file(path))
+        _stored_plainly(model.state_dict(), safetensors.torch.load_file(path))
 
 
 def test_safetensors_file_of_dequantized_tensors(state, tmp_path):
     # The way that the refusal names.
-    safetensors = pytest.importorskip("safetensors.torch")
     plain = {name: value.dequantize() if hasattr(value, "qdata") else value for name, value in state.items()}
-    safetensors.save_file(plain, tmp_path / "model.safetensors")
-    _stored_plainly(state, safetensors.load_file(tmp_path / "model.safetensors"))
+    safetensors.torch.save_file(plain, tmp_path / "model.safetensors")
+    _stored_plainly(state, safetensors.torch.load_file(tmp_path / "model.safetensors"))
 
 
 def test_safetensors_file_fills_a_converted_model(storage_format, logical_dtype, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
     with torch.random.fork_rng():
         model = _model(storage_format, logical_dtype)
     plain = {name: torch.full(value.shape, 0.25, dtype=value.dtype) for name, value in model.state_dict().items()}
-    safetensors.save_file(plain, tmp_path / "model.safetensors")
-    model.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    safetensors.torch.save_file(plain, tmp_path / "model.safetensors")
+    model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
     assert isinstance(model[1].weight, lib_fp8.QuantWeight)
     assert torch.allclose(truth(model[1].weight), plain["1.weight"], rtol=1e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import einops
 import numpy as np
 import pytest
 import torch
@@ -282,7 +283,6 @@ def test_full_and_norm_differences(layer, delta):
 
 
 def test_oft_rotates_the_original(layer, rng):
-    einops = pytest.importorskip("einops")
     blocks = torch.randn(4, layer.weight.shape[0] // 4, layer.weight.shape[0] // 4, generator=rng)
     blocks = blocks.to(layer.weight.device, layer.weight.dtype) * 0.1
 
@@ -300,12 +300,10 @@ def test_oft_rotates_the_original(layer, rng):
     [("o i -> i o", {}), ("(a b) i -> a b i", {"a": 2}), ("o (h d) -> h o d", {"h": 3}), ("o i -> (o i)", {})],
 )
 def test_einops_rearrange(weight, pattern, sizes):
-    einops = pytest.importorskip("einops")
     assert_plain(einops.rearrange(weight, pattern, **sizes), einops.rearrange(truth(weight), pattern, **sizes))
 
 
 def test_einops_reduce_and_repeat(weight):
-    einops = pytest.importorskip("einops")
     assert_plain(einops.reduce(weight, "o i -> o", "max"), einops.reduce(truth(weight), "o i -> o", "max"))
     assert_plain(einops.repeat(weight, "o i -> o r i", r=2), einops.repeat(truth(weight), "o i -> o r i", r=2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,10 @@ from strangers.helpers import (
     truth,
 )
 
+float8_only = pytest.mark.parametrize(
+    "storage_format", [name for name in lib_fp8.format_names() if "float8" in name], indirect=True
+)
+
 
 def _holder(storage_format, plain):
     layer = torch.nn.Linear(plain.shape[1], plain.shape[0], bias=False)
@@ -30,7 +35,6 @@ def _holder(storage_format, plain):
 
 @pytest.mark.parametrize("dtype_name", list(MAGNITUDES))
 def test_oracle_agrees_with_ml_dtypes(dtype_name, rng):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
     dtype, table = getattr(ml_dtypes, dtype_name), MAGNITUDES[dtype_name]
     halfway = (table[:-1] + table[1:]) / 2
     values = np.concatenate([table, halfway, np.nextafter(halfway, 0), np.nextafter(halfway, 1e9)])
@@ -41,10 +45,8 @@ def test_oracle_agrees_with_ml_dtypes(dtype_name, rng):
     np.testing.assert_array_equal(round_to_float8(values, dtype_name), values.astype(dtype).view(np.uint8))
 
 
-def test_n1_bits_of_a_conversion_agree_with_ml_dtypes(storage_format, logical_dtype, rng):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    if storage_format.name == "int8":
-        pytest.skip("int8 is no dtype of ml_dtypes; the oracle has it")
+@float8_only
+def test_bits_of_a_conversion_agree_with_ml_dtypes(storage_format, logical_dtype, rng):
     plain = (torch.randn(32, 40, generator=rng) * torch.logspace(-4, 2, 32)[:, None]).to(logical_dtype)
     weight = QuantWeight.from_weight(plain, storage_format)
     scale = 1 if weight.scale is None else weight.scale.numpy().astype(np.float64)
@@ -54,7 +56,7 @@ def test_n1_bits_of_a_conversion_agree_with_ml_dtypes(storage_format, logical_dt
     np.testing.assert_array_equal(bits_of(weight).codes, codes)
 
 
-def test_n1_conversion_and_writes_give_the_expected_bits(storage_format, logical_dtype, rng):
+def test_conversion_and_writes_give_the_expected_bits(storage_format, logical_dtype, rng):
     plain = (torch.randn(32, 40, generator=rng) * torch.logspace(-4, 2, 32)[:, None]).to(logical_dtype)
     layer, _ = _holder(storage_format, plain)
     assert_stores(layer.weight, plain)
@@ -157,9 +159,8 @@ class OnlyStorageOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_n3_float8_tensors_are_only_stored_copied_and_cast(storage_format, device):
-    if "float8" not in storage_format.name:
-        pytest.skip("about float8 alone")
+@float8_only
+def test_float8_tensors_are_only_stored_copied_and_cast(storage_format, device):
     layers = torch.nn.ModuleList([torch.nn.Linear(24, 16), torch.nn.Conv2d(6, 8, 3)]).to(device)
     x, image = torch.ones(2, 24, device=device, requires_grad=True), torch.ones(1, 6, 4, 4, device=device)
     with OnlyStorageOps():
