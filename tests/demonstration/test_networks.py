@@ -47,6 +47,15 @@ def lora(file, name=f"lora_unet_{QUERY}", width=64):
     return file
 
 
+def test_alpha_scales_the_difference(pipeline, tmp_path):
+    layers, file, name = layers_of(pipeline), tmp_path / "scaled.safetensors", f"lora_unet_{QUERY}"
+    down, up = torch.ones(2, 64), torch.full((64, 2), 0.5)
+    save_file(
+        {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(0.5)}, file
+    )
+    assert torch.equal(deltas_of(file, layers)[layers[name]], torch.full((64, 64), 0.25))
+
+
 def test_networks_that_do_not_fit(pipeline, tmp_path):
     layers = layers_of(pipeline)
     assert len(deltas_of(lora(tmp_path / "fits.safetensors"), layers)) == 1

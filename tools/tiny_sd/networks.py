@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from demo.loading import load_pipeline
+from demo.loading import CONFIGURATIONS, load_pipeline
 
 LATENT_SCALE = 0.18215
 """Stable Diffusion 1's factor between the autoencoder's latents and those that are denoised."""
@@ -27,24 +27,12 @@ class Networks:
 
 def make_networks(clip_folder: Path, seed: int) -> Networks:
     """Fresh networks. The UNet widens and narrows where Stable Diffusion 1's does, so it has exactly the same keys."""
+    folder = CONFIGURATIONS / "shapes-sd1"
     torch.manual_seed(seed)
     return Networks(
-        vae=AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=(64,) * 4,
-            layers_per_block=0,
-            latent_channels=4,
-            sample_size=64,
-        ),
+        vae=AutoencoderKL.from_config(AutoencoderKL.load_config(folder / "vae")),
         text_encoder=CLIPTextModel(CLIPTextConfig.from_pretrained(clip_folder)),
-        unet=UNet2DConditionModel(
-            sample_size=8,
-            block_out_channels=(64, 128, 64, 64),
-            layers_per_block=2,
-            cross_attention_dim=64,
-            attention_head_dim=4,  # diffusers' name for the number of heads in this family
-        ),
+        unet=UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(folder / "unet")),
         tokenizer=CLIPTokenizer.from_pretrained(clip_folder),
     )
 
