@@ -23,6 +23,8 @@ from lib_fp8.report import Report, count_reasons, measure
 
 Progress = Callable[[LayerPlan], None]
 """Called once for each layer that is to be converted, after it."""
+Keep = Callable[[torch.nn.Module, torch.Tensor], None]
+"""Called with each layer that is converted and its weight as it is before packing."""
 
 
 class ConversionError(RuntimeError):
@@ -49,9 +51,10 @@ def usable_format(policy: Policy, device: torch.device) -> tuple[Format, str | N
 class _Packer:
     """Packs layers one by one and keeps the account that becomes the report."""
 
-    def __init__(self, policy: Policy, progress: Progress | None):
+    def __init__(self, policy: Policy, progress: Progress | None, keep: Keep | None):
         self._policy = policy
         self._progress = progress
+        self._keep = keep
         self._seconds = 0.0
         self._outcomes: dict[str, str | None] = {}
         self._clamped: set[str] = set()
@@ -73,10 +76,11 @@ class _Packer:
         try:
             storage_format, note = usable_format(self._policy, weight.device)
             absmax = row_absmax(weight)
+            packed = None
             if bool(torch.isfinite(absmax).all()):
                 packed = QuantWeight.from_weight(weight, storage_format, absmax)
-            else:
-                packed = None
+                if self._keep is not None:
+                    self._keep(layer.module, weight)
         except Exception as error:
             raise ConversionError(f"layer {layer.name} could not be packed: {error}") from error
         finally:
@@ -126,7 +130,9 @@ def convert_model(model: torch.nn.Module, policy: Policy, progress: Progress | N
     return convert_models([(model, policy)], progress)[0]
 
 
-def convert_models(targets: Sequence[tuple[torch.nn.Module, Policy]], progress: Progress | None = None) -> list[Report]:
+def convert_models(
+    targets: Sequence[tuple[torch.nn.Module, Policy]], progress: Progress | None = None, keep: Keep | None = None
+) -> list[Report]:
     """Convert several models in place, all or none; a report for each.
 
     Packed weights wait in host memory until every layer is packed, and only then take the places of the originals.
@@ -137,15 +143,17 @@ def convert_models(targets: Sequence[tuple[torch.nn.Module, Policy]], progress: 
         ConversionError: nothing was changed, unless its ``whole`` is False.
     """
     with torch.inference_mode(False), torch.no_grad():  # the weights must be of use outside inference mode too
-        return _convert_models(targets, progress)
+        return _convert_models(targets, progress, keep)
 
 
-def _convert_models(targets: Sequence[tuple[torch.nn.Module, Policy]], progress: Progress | None) -> list[Report]:
+def _convert_models(
+    targets: Sequence[tuple[torch.nn.Module, Policy]], progress: Progress | None, keep: Keep | None
+) -> list[Report]:
     packers = []
     staged: list[tuple[LayerPlan, QuantWeight, torch.device]] = []
     shared: dict[int, QuantWeight | None] = {}
     for model, policy in targets:
-        packer = _Packer(policy, progress)
+        packer = _Packer(policy, progress, keep)
         packers.append(packer)
         for layer in plan(model, policy):
             if layer.kept_because is not None:
@@ -214,6 +222,7 @@ class StreamingConversion:
         dtype: dtype to which loaded weights are rounded before packing, None for the one they arrive in. The WebUI
             casts the whole model to float16 after loading; packing must start from the same values.
         progress: called after each converted layer.
+        keep: called with each layer and its weight before packing.
 
     Raises:
         ConversionError: out of ``load_state_dict``; load again without conversion to have a whole model.
@@ -224,9 +233,11 @@ class StreamingConversion:
         targets: Sequence[tuple[torch.nn.Module, Policy | None]],
         dtype: torch.dtype | None = None,
         progress: Progress | None = None,
+        keep: Keep | None = None,
     ):
         self._dtype = dtype
         self._progress = progress
+        self._keep = keep
         self._targets = targets
         self._packers: list[_Packer | None] = []
         self._handles: list[Any] = []
@@ -234,7 +245,7 @@ class StreamingConversion:
 
     def __enter__(self) -> StreamingConversion:
         for model, policy in self._targets:
-            packer = None if policy is None else _Packer(policy, self._progress)
+            packer = None if policy is None else _Packer(policy, self._progress, self._keep)
             self._packers.append(packer)
             layers = plan(model, policy or Policy(keep=()))
             self._note_sharing(layers)

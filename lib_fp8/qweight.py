@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from lib_fp8.branch import Branch, with_branches, working_dtype
 from lib_fp8.formats import Format
 from lib_fp8.quantize import Packed, pack, unpack
 
@@ -48,8 +49,18 @@ def _implements_op(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     return decorate
 
 
+class _Shared:
+    """What the handles of one weight (detached, aliased) have in common besides the inner tensors."""
+
+    __slots__ = ("branches", "writes")
+
+    def __init__(self) -> None:
+        self.writes = 0
+        self.branches: tuple[Branch, ...] = ()
+
+
 class QuantWeight(torch.Tensor):
-    """A weight held in 8 bits.
+    """A weight held in 8 bits, and what is added to it whenever it is decoded.
 
     Attributes:
         qdata: 8-bit data in the storage dtype of the format.
@@ -72,7 +83,7 @@ class QuantWeight(torch.Tensor):
     def __init__(self, packed: Packed, storage_format: Format, dtype: torch.dtype):
         self.qdata, self.scale = packed
         self.format = storage_format
-        self._write_count = [0]
+        self._shared = _Shared()
 
     @classmethod
     def from_weight(
@@ -87,8 +98,18 @@ class QuantWeight(torch.Tensor):
 
     @property
     def writes(self) -> int:
-        """How often the inner tensors were written, through this tensor or one that shares them."""
-        return self._write_count[0]
+        """How often the values were changed, through this tensor or one that shares its inner tensors."""
+        return self._shared.writes
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """What is added to the 8-bit values whenever they are decoded; in every sense part of the weight's value."""
+        return self._shared.branches
+
+    def set_branches(self, branches: tuple[Branch, ...]) -> None:
+        """Replace all branches; the 8-bit values stay as they are."""
+        self._shared.writes += 1
+        self._shared.branches = branches
 
     @property
     def packed(self) -> Packed:
@@ -97,11 +118,22 @@ class QuantWeight(torch.Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Decode into a new plain tensor of the logical dtype, or of the floating dtype asked for."""
-        return unpack(self.packed, self.format, dtype or self.dtype)
+        dtype = dtype or self.dtype
+        if not self.branches:
+            return self.without_branches(dtype)
+        base = self.without_branches(working_dtype(dtype, self.device))
+        return with_branches(base, self.branches).to(dtype)
+
+    def without_branches(self, dtype: torch.dtype) -> torch.Tensor:
+        """Decode the 8-bit values alone into a new plain tensor of a floating dtype."""
+        return unpack(self.packed, self.format, dtype)
 
     def store_(self, weight: torch.Tensor) -> QuantWeight:
-        """Pack a plain weight of the same shape into this tensor, in place, rounding once from the dtype given."""
-        self._write(pack(weight.detach().to(self.device).expand(self.shape), self.format))
+        """Pack a plain weight of the same shape into this tensor, in place, rounding once from the dtype given.
+
+        It is the whole value from then on: the branches are gone.
+        """
+        self._write(pack(weight.detach().to(self.device).expand(self.shape), self.format), ())
         return self
 
     def same_bits(self, packed: Packed) -> bool:
@@ -112,17 +144,19 @@ class QuantWeight(torch.Tensor):
             return self.scale is packed.scale
         return torch.equal(self.scale.view(torch.int16), packed.scale.to(self.device).view(torch.int16))
 
-    def _write(self, packed: Packed) -> None:
+    def _write(self, packed: Packed, branches: tuple[Branch, ...]) -> None:
         # Copied rather than assigned: detached and aliased handles share the inner tensors.
         # Counted here, since torch does not count writes to inner tensors from within a dispatch.
-        self._write_count[0] += 1
+        self.set_branches(branches)
         self.qdata.copy_(packed.qdata)
         if self.scale is not None and packed.scale is not None:
             self.scale.copy_(packed.scale)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> QuantWeight:
         scale = None if self.scale is None else change(self.scale)
-        return QuantWeight(Packed(change(self.qdata), scale), self.format, dtype or self.dtype)
+        result = QuantWeight(Packed(change(self.qdata), scale), self.format, dtype or self.dtype)
+        result._shared.branches = _on(result.device, self.branches)
+        return result
 
     # What would otherwise read the wrapper's memory, of which there is none.
 
@@ -217,6 +251,10 @@ class QuantWeight(torch.Tensor):
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
 
+def _on(device: torch.device, branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
+    return tuple(branch.to(device) for branch in branches)
+
+
 def _decoded(value: Any) -> Any:
     return value.dequantize() if isinstance(value, QuantWeight) else value
 
@@ -266,7 +304,7 @@ def _has_compatible_shallow_copy_type(old: torch.Tensor, new: torch.Tensor) -> b
 def _detach(weight: QuantWeight, *_: Any) -> QuantWeight:
     with torch.inference_mode(False):  # torch cannot detach a wrapper in inference mode by itself
         result = QuantWeight(weight.packed, weight.format, weight.dtype)
-    result._write_count = weight._write_count
+    result._shared = weight._shared
     return result
 
 
@@ -278,7 +316,7 @@ def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(target, value)  # type: ignore[attr-defined]  # takes over shape, dtype and device
     target.qdata, target.scale, target.format = value.qdata, value.scale, value.format
-    target._write_count = value._write_count
+    target._shared = value._shared
 
 
 _aten = torch.ops.aten
@@ -344,7 +382,7 @@ def _copy_(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: 
     if not isinstance(target, QuantWeight):
         return func(target, _decoded(source), non_blocking)
     if isinstance(source, QuantWeight) and source.format == target.format and source.shape == target.shape:
-        target._write(source.packed)
+        target._write(source.packed, _on(target.device, source.branches))
         return target
     # What an ordinary weight of this dtype would hold after the copy, packed.
     return target.store_(_decoded(source).to(target.dtype))

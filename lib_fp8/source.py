@@ -1,14 +1,19 @@
-"""Where the original of a layer comes from: the checkpoint file, read tensor by tensor when it is needed."""
+"""Where the original of a layer comes from: the checkpoint file, read tensor by tensor when it is needed, or a copy."""
 
 from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from lib_fp8.quantize import pack
+from lib_fp8.qweight import QuantWeight
 
 
 def checkpoint_damage(path: str | os.PathLike[str]) -> str | None:
@@ -28,28 +33,41 @@ def checkpoint_damage(path: str | os.PathLike[str]) -> str | None:
         return str(error)
 
 
+Tensors = dict[str, torch.Tensor]
+
+
 class CheckpointFile:
     """A safetensors checkpoint from which single tensors are read through a memory map.
 
-    Nothing is read before the first tensor is asked for, and nothing is kept. Once the file on disk has changed,
-    no tensor is given any more.
+    Nothing is read before the first tensor is asked for, and nothing is kept. While the map is open, the file stays
+    readable even if it is deleted or another is put in its place (Windows lets nobody do that). Once its content was
+    written to, or another file had taken its place before it was opened, no tensor is given any more.
 
     Args:
         path: the file. Any other kind of checkpoint gives no tensors.
+        rename: ``(tensors by the file's names) -> tensors by the model's names``; told shapes only, no values.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], rename: Callable[[Tensors], Tensors] = dict):
         self.path = Path(path)
+        self._rename = rename
+        self._held: BinaryIO | None = None
         self._signature = self._read_signature()
-        self._file: Any = None
-        self._keys: frozenset[str] = frozenset()
+        self._tensors: Any = None
+        self._names: dict[str, str] = {}
 
     def _read_signature(self) -> tuple[int, int] | None:
+        """Size and time of the last change: of the file that is held, else of the one that lies there now."""
         try:
-            stat = self.path.stat()
+            stat = self.path.stat() if self._held is None else os.fstat(self._held.fileno())
         except OSError:
             return None
         return stat.st_size, stat.st_mtime_ns
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the map is held."""
+        return self._held is not None
 
     def problem(self) -> str | None:
         """One line that says why no originals can be read, or None."""
@@ -59,18 +77,121 @@ class CheckpointFile:
             return f"{self.path.name} has changed on disk or cannot be read"
         return None
 
-    def tensor(self, key: str) -> torch.Tensor | None:
-        """The tensor of that name, on the CPU; None if the file does not have it or cannot be trusted."""
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """The tensor of that name in the model, on the CPU; None if the file does not have it or cannot be trusted."""
         if self.problem() is not None:
             return None
         try:
-            if self._file is None:
-                self._file = safe_open(self.path, framework="pt", device="cpu")
-                self._keys = frozenset(self._file.keys())
-            return self._file.get_tensor(key) if key in self._keys else None
+            if self._held is None:
+                self._open()
+            key = self._names.get(name)
+            return None if key is None or self.problem() is not None else self._tensors.get_tensor(key)
         except (OSError, SafetensorError):
+            self.close()
             return None
+
+    def _open(self) -> None:
+        self._held = self.path.open("rb")
+        tensors = safe_open(self.path, framework="pt", device="cpu")
+        names = tensors.keys()
+        shapes = {key: torch.empty(tensors.get_slice(key).get_shape(), device="meta") for key in names}
+        keys = {id(shape): key for key, shape in shapes.items()}
+        self._names = {name: keys[id(shape)] for name, shape in self._rename(dict(shapes)).items()}
+        self._tensors = tensors
 
     def close(self) -> None:
         """Let go of the memory map; the next tensor opens it again."""
-        self._file = None
+        if self._held is not None:
+            self._held.close()
+        self._held = self._tensors = None
+        self._names = {}
+
+
+class Original(NamedTuple):
+    """The weight of a layer as it was loaded, before it was rounded to 8 bits.
+
+    Attributes:
+        value: in the dtype that was packed, on the device of the layer.
+        source: ``FILE`` or ``COPY``.
+    """
+
+    value: torch.Tensor
+    source: str
+
+
+FILE = "checkpoint file"
+COPY = "copy in RAM"
+
+
+class Copies:
+    """Weights as they were before packing, on the CPU."""
+
+    def __init__(self) -> None:
+        self._weights: WeakKeyDictionary[torch.nn.Module, torch.Tensor] = WeakKeyDictionary()
+
+    def keep(self, layer: torch.nn.Module, weight: torch.Tensor) -> None:
+        """Copy the weight of a layer."""
+        self._weights[layer] = weight.detach().to("cpu", copy=True)
+
+    def get(self, layer: torch.nn.Module) -> torch.Tensor | None:
+        """The weight of a layer; None if it was not kept."""
+        return self._weights.get(layer)
+
+
+class Originals:
+    """The originals of the layers of one model.
+
+    Args:
+        file: the checkpoint that the weights came from.
+        dtype: dtype to which they were rounded before packing, None if they were not.
+        copies: where to look first.
+
+    Attributes:
+        names: layer to the name of its weight in the model.
+        file: as given.
+    """
+
+    def __init__(self, file: CheckpointFile, dtype: torch.dtype | None, copies: Copies | None = None):
+        self.file = file
+        self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+        self._dtype = dtype
+        self._copies = copies or Copies()
+        self._trusted: WeakSet[torch.nn.Module] = WeakSet()
+
+    def drop_copies(self) -> None:
+        """Look in the file alone from now on."""
+        self._copies = Copies()
+        self._trusted.clear()
+
+    def find(self, layer: torch.nn.Module, parameter: torch.Tensor, untouched: bool) -> Original | None:
+        """The original of a layer's weight, None if there is none that can be trusted.
+
+        A source is trusted layer by layer: it must have given, once, the very bits that the layer held when nothing
+        had been merged into it.
+
+        Args:
+            layer: the layer.
+            parameter: its weight now.
+            untouched: whether the weight is as it was loaded.
+        """
+        value, source = self._copies.get(layer), COPY
+        if value is None:
+            value, source = self._from_file(layer), FILE
+        if value is None or value.shape != parameter.shape or not value.is_floating_point():
+            return None
+        value = value.to(parameter.device, self._dtype)
+        if layer not in self._trusted:
+            if not untouched or not _holds(parameter, value):
+                return None
+            self._trusted.add(layer)
+        return Original(value, source)
+
+    def _from_file(self, layer: torch.nn.Module) -> torch.Tensor | None:
+        name = self.names.get(layer)
+        return None if name is None else self.file.tensor(name)
+
+
+def _holds(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    if isinstance(parameter, QuantWeight):
+        return parameter.same_bits(pack(value, parameter.format))
+    return torch.equal(parameter, value.to(parameter.dtype))

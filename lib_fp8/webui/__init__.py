@@ -8,7 +8,6 @@ from modules import script_callbacks, sd_models, shared
 
 from lib_fp8.webui import conditioning, infotext, loading, lora, panel, settings, xyz
 from lib_fp8.webui.patching import Patches
-from lib_fp8.webui.storage import record_of
 
 _patches = Patches()
 _options = settings.Options(on_change=lambda: _follow_settings(), status=panel.status_html, component=panel.component)
@@ -76,9 +75,8 @@ def before_process_batch(p: Any) -> None:
 
 def postprocess(p: Any) -> None:
     """A job is done."""
-    checkpoint = record_of(shared.sd_model).checkpoint
-    if checkpoint is not None:
-        checkpoint.close()  # a mapped file can be neither replaced nor deleted on Windows
+    for model in loading.converted_models():
+        lora.after_job(model)
 
 
 __all__ = [

@@ -19,7 +19,8 @@ def install(patches: Patches) -> None:
 
 def _with_text_encoders(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     def cached_params(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        applied = record_of(shared.sd_model).applied
-        return (*original(self, *args, **kwargs), tuple(applied.policy_for(kind) for kind in TEXT_ENCODERS))
+        record = record_of(shared.sd_model)
+        policies = tuple(record.applied.policy_for(kind) for kind in TEXT_ENCODERS)
+        return (*original(self, *args, **kwargs), policies, record.lora if any(policies) else None)
 
     return cached_params

@@ -14,16 +14,18 @@ from tqdm import tqdm
 
 from lib_fp8 import ConversionError, StreamingConversion, convert_models, plan, restore_model
 from lib_fp8.policy import LayerPlan, quantized_layers
-from lib_fp8.source import CheckpointFile, checkpoint_damage
+from lib_fp8.source import CheckpointFile, Copies, Originals, checkpoint_damage
 from lib_fp8.webui import lora
 from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.settings import (
+    LORA_FROM_COPY,
     SettingError,
-    lora_from_file,
+    lora_choice,
     overrides_are_announced,
     overrides_are_in_force,
     wanted_storage,
 )
+from lib_fp8.webui.slots import OriginalGoneError, weight_name
 from lib_fp8.webui.storage import FULL_PRECISION, Record, Storage, drop_record, record_of, set_record
 from lib_fp8.webui.targets import UNET, Target, find_targets
 
@@ -89,17 +91,18 @@ def _summarise(record: Record) -> None:
         _say("; ".join(f"{part} {report.summary()}" for part, report in record.reports.items()))
 
 
-def _new_record(targets: list[Target], storage: Storage, filename: str) -> Record:
-    record = Record(
-        applied=storage,
-        checkpoint=CheckpointFile(filename),
-        packing_dtype=_packing_dtype(),
-        lora_from_file=lora_from_file(),
-    )
+def _new_record(targets: list[Target], storage: Storage, filename: str, copies: Copies | None) -> Record:
+    file = CheckpointFile(filename, sd_models.get_state_dict_from_checkpoint)
+    originals = Originals(file, _packing_dtype(), copies)
     for target in targets:
-        for name, module, _ in quantized_layers(target.module):
-            record.keys[module] = f"{target.key_prefix}{name}.weight"
-    return record
+        for name, module in target.module.named_modules():
+            if (weight := weight_name(module)) is not None:
+                originals.names[module] = f"{target.key_prefix}{name}.{weight}"
+    return Record(applied=storage, originals=originals, lora=lora_choice())
+
+
+def _new_copies() -> Copies | None:
+    return Copies() if lora_choice() == LORA_FROM_COPY else None
 
 
 def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +120,8 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
             set_record(model, Record(refused=refused, problem=problem))
             return original(model, checkpoint_info, state_dict, timer)
         try:
-            with _progress(targets, wanted) as progress, _streaming(targets, wanted, progress) as stream:
+            copies = _new_copies()
+            with _progress(targets, wanted) as progress, _streaming(targets, wanted, progress, copies) as stream:
                 result = original(model, checkpoint_info, state_dict, timer)
         except ConversionError as error:
             print(
@@ -125,11 +129,11 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
                 "FP8 weight to try again.",
                 file=sys.stderr,
             )
-            with _streaming(targets, FULL_PRECISION, None):
+            with _streaming(targets, FULL_PRECISION):
                 result = original(model, checkpoint_info, None, timer)
             set_record(model, Record(refused=wanted, problem=str(error)))
             return result
-        record = _new_record(targets, wanted, checkpoint_info.filename)
+        record = _new_record(targets, wanted, checkpoint_info.filename, copies)
         record.refused, record.problem = refused if wanted == FULL_PRECISION else None, problem
         record.reports = {
             target.kind: report for target, report in zip(targets, stream.reports()) if report is not None
@@ -142,10 +146,14 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _streaming(
-    targets: list[Target], storage: Storage, progress: Callable[[LayerPlan], None] | None
+    targets: list[Target],
+    storage: Storage,
+    progress: Callable[[LayerPlan], None] | None = None,
+    copies: Copies | None = None,
 ) -> StreamingConversion:
     pairs = [(target.module, storage.policy_for(target.kind)) for target in targets]
-    return StreamingConversion(pairs, dtype=_packing_dtype(), progress=progress)
+    keep = None if copies is None else copies.keep
+    return StreamingConversion(pairs, dtype=_packing_dtype(), progress=progress, keep=keep)
 
 
 def _following_settings(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,20 +216,24 @@ def follow_settings(model: Any) -> None:
         Exception: whatever reading the checkpoint again raises; the model is as it was.
     """
     wanted = wanted_storage(model)
-    lora.follow_settings(model)
     record = record_of(model)
     if wanted == record.refused:
         return
     record.refused = record.problem = None
-    if wanted == record.applied:
-        return
     targets = find_targets(model)
     changed = [t for t in targets if wanted.policy_for(t.kind) != record.applied.policy_for(t.kind)]
-    if not changed:
+    needs_copies = wanted.policy is not None and lora_choice() == LORA_FROM_COPY != record.lora
+    if not changed and not needs_copies and not record.is_stale:
         record.applied = wanted
+        lora.follow_settings(model)
         return
-    lora.forget(model)
-    if all(record.applied.policy_for(target.kind) is None for target in changed):
+    with contextlib.suppress(OriginalGoneError):  # then it is stale, and loaded again
+        lora.forget(model)
+    converts = changed and all(record.applied.policy_for(target.kind) is None for target in changed)
+    has_all = (
+        record.applied == FULL_PRECISION or lora_choice() != LORA_FROM_COPY
+    )  # copies are made of all parts at once
+    if converts and has_all and not record.is_stale:
         _convert_in_place(model, changed, wanted)
     else:
         reload_from_file(model)
@@ -234,14 +246,15 @@ def _convert_in_place(model: Any, targets: list[Target], wanted: Storage) -> Non
     pairs = [(target.module, policy) for target in targets if (policy := wanted.policy_for(target.kind)) is not None]
     try:
         with _progress(targets, wanted) as progress:
-            reports = convert_models(pairs, progress)
+            copies = _new_copies()
+            reports = convert_models(pairs, progress, None if copies is None else copies.keep)
     except ConversionError as error:
         print(f"FP8 weight: {error}. The model stays as it was.", file=sys.stderr)
         before.refused, before.problem = wanted, str(error)
         if not error.whole:
             reload_from_file(model)
         return
-    record = _new_record(find_targets(model), wanted, model.sd_checkpoint_info.filename)
+    record = _new_record(find_targets(model), wanted, model.sd_checkpoint_info.filename, copies)
     record.reports = {**before.reports, **{target.kind: report for target, report in zip(targets, reports)}}
     set_record(model, record)
     devices.torch_gc()
@@ -281,11 +294,19 @@ def _renew_empty_prompt(model: Any) -> None:
         model.cond_stage_model_empty_prompt = sd_models.get_empty_cond(model)
 
 
+def converted_models() -> list[Any]:
+    """The models in memory that have parts in 8 bits."""
+    models = {id(model): model for model in [sd_models.model_data.sd_model, *sd_models.model_data.loaded_sd_models]}
+    return [model for model in models.values() if model is not None and record_of(model).applied != FULL_PRECISION]
+
+
 def take_networks_out() -> None:
     """Leave no network merged by this extension; whoever merges next starts from whole layers."""
-    for model in {id(m): m for m in [sd_models.model_data.sd_model, *sd_models.model_data.loaded_sd_models]}.values():
-        if model is not None and record_of(model).applied != FULL_PRECISION:
+    for model in converted_models():
+        try:
             lora.forget(model)
+        except OriginalGoneError as error:
+            print(error, file=sys.stderr)
 
 
 def release_all() -> None:
@@ -307,7 +328,7 @@ def _release(model: Any) -> None:
     parts = record_of(model).applied.parts
     targets = find_targets(model)
     try:
-        with _streaming(targets, FULL_PRECISION, None):
+        with _streaming(targets, FULL_PRECISION):
             reload_from_file(model)
     except Exception as error:
         layers = sum(restore_model(target.module) for target in targets)

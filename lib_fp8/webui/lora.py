@@ -1,325 +1,314 @@
-"""LoRA and LyCORIS through the built-in Lora extension: deltas summed over the original weight, rounded once.
+"""LoRA and LyCORIS on 8-bit weights: merged over the originals and rounded once, or added beside them at run time.
 
-The Lora extension's own bookkeeping is used (``network_current_names``, ``network_weights_backup``,
-``network_bias_backup``), so that its other functions, a reload and an uninstall find what they expect.
+At every call of every layer the Lora extension asks that the loaded networks be in its weights. For a model in 8 bits
+this module answers. What it did to a layer is noted on the layer. Nothing is kept of a weight whose original can be
+read again.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from modules import devices, shared
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from modules import shared
 
-from lib_fp8.merge import merged_weight, write_rounded_once
-from lib_fp8.quantize import pack
-from lib_fp8.qweight import QuantWeight
-from lib_fp8.webui import settings
+from lib_fp8.branch import Computed, LowRank
+from lib_fp8.source import COPY, FILE
+from lib_fp8.webui.deltas import (
+    Use,
+    change_by_themselves,
+    delta_of,
+    hosts,
+    low_rank,
+    tell_misfit,
+    uses_of,
+    wanted_names,
+)
+from lib_fp8.webui.pace import Pace
 from lib_fp8.webui.patching import Patches
+from lib_fp8.webui.settings import LORA_AT_RUN_TIME, LORA_FROM_COPY, lora_choice
+from lib_fp8.webui.slots import RUN_TIME, Changes, OriginalGoneError, Slots, WeightSlot, slots_of
 from lib_fp8.webui.storage import FULL_PRECISION, Record, record_of
+
+_NOTE = "fp8_networks"
+"""Attribute of a layer: the note of what was done to it."""
 
 
 def install(patches: Patches) -> None:
-    """Take over the merging of networks; does nothing where the Lora extension is switched off."""
-    networks = sys.modules.get("networks")
-    if networks is not None and hasattr(networks, "network_apply_weights"):
-        patches.replace(networks, "network_apply_weights", _applying)
+    """Take over the merging of networks; does nothing where no Lora extension is loaded."""
+    pace = Pace()
+    for host in hosts():
+        patches.replace(host, "network_apply_weights", partial(_applying, pace))
+        patches.replace(host, "network_restore_weights_from_backup", _taking_out_first)
+        patches.replace(host, "network_forward", _taking_out_first)  # lora_functional: networks act beside the layer
+        patches.replace(host, "network_reset_cached_weight", _resetting)
 
 
-def _wanted_names(networks: Any) -> tuple[Any, ...]:
-    return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for net in networks.loaded_networks)
-
-
-def _applying(original: Callable[..., None]) -> Callable[..., None]:
-    networks = sys.modules["networks"]
-
+def _applying(pace: Pace, original: Callable[..., None]) -> Callable[..., None]:
     def network_apply_weights(self: torch.nn.Module) -> None:
         layer_name = getattr(self, "network_layer_name", None)
         if layer_name is None:
             return
-        if getattr(self, "network_current_names", ()) == _wanted_names(networks) and _as_merged(self):
+        wanted = wanted_names()
+        changing = pace.is_fast(wanted, shared.state.sampling_step)
+        note = _note_on(self)
+        if vars(self).get("network_current_names", ()) == wanted and (note is None or note.is_current(changing)):
             return
         record = record_of(shared.sd_model)
-        slots = _slots(self)
+        slots = slots_of(self)
         if record.applied == FULL_PRECISION or slots is None:
             original(self)
             return
         with torch.no_grad():
-            _apply(networks, record, self, layer_name, slots)
+            _apply(record, self, layer_name, slots, changing)
+        vars(self)["network_current_names"] = wanted
 
     return network_apply_weights
 
 
-_MERGED = "fp8_merged_networks"
-"""Attribute of a layer: the network modules merged into it, and the state of their tensors at that moment."""
+def _taking_out_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    def take_out_first(layer: torch.nn.Module, *args: Any) -> Any:
+        if _note_on(layer) is not None:
+            with torch.no_grad():
+                _take_out(record_of(shared.sd_model), layer)
+        return original(layer, *args)
+
+    return take_out_first
 
 
-def _state_of(modules: Iterable[Any]) -> list[tuple[int, int]]:
-    """Identity and version of every tensor of network modules: changes when one is replaced or written in place."""
-    state = []
-    for module in modules:
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                state.append((id(value), value._version))
-            elif isinstance(value, torch.nn.Module) and name != "sd_module":
-                state += [(id(tensor), tensor._version) for tensor in value._parameters.values() if tensor is not None]
-    return state
+def _resetting(original: Callable[..., None]) -> Callable[..., None]:
+    """The weights are about to be loaded, so nothing is in them any more; only an added bias would stay."""
+
+    def network_reset_cached_weight(self: torch.nn.Module) -> None:
+        note, slots = _note_on(self), slots_of(self)
+        if note is not None and slots is not None:
+            if note.changes.written(slots.bias.key) and note.changes.backups.get(slots.bias.key) is None:
+                slots.bias.drop()
+            vars(self).pop(_NOTE)
+        original(self)
+
+    return network_reset_cached_weight
 
 
-def _as_merged(layer: Any) -> bool:
-    """Whether the networks in a layer still hold what was merged (sd-webui-lora-block-weight changes them)."""
-    merged = layer.__dict__.get(_MERGED)
-    return merged is None or merged[1] == _state_of(merged[0])
+@dataclass(frozen=True)
+class _Note:
+    """What was done to a layer.
+
+    Attributes:
+        uses: the networks that act on it.
+        changing: whether their strengths were found to change from step to step.
+        changes: what was done to its parameters.
+        branches: what was added at run time, by the network module that it was made of.
+        is_whole: False while parameters are being written; if that fails, they are written anew at the next call.
+    """
+
+    uses: tuple[Use, ...]
+    changing: bool
+    changes: Changes
+    branches: dict[int, LowRank]
+    is_whole: bool = True
+
+    def is_current(self, changing: bool) -> bool:
+        """Whether the layer is as it has to be, given that the same networks are wanted."""
+        return self.is_whole and self.changing == changing and all(use.is_current() for use in self.uses)
+
+    def serves(self, uses: tuple[Use, ...], changing: bool) -> bool:
+        """Whether the layer is as it has to be for these networks."""
+        same = len(uses) == len(self.uses) and all(mine.same_as(other) for mine, other in zip(self.uses, uses))
+        return self.is_whole and same and self.changing == changing
 
 
-@dataclass
-class _Slot:
-    """A parameter of a layer that networks change, with the deltas collected for it."""
-
-    owner: torch.nn.Module
-    name: str
-    deltas: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def parameter(self) -> torch.Tensor:
-        return getattr(self.owner, self.name)
+_UNTOUCHED = _Note((), False, Changes(), {})
 
 
-@dataclass
-class _Slots:
-    """The weights of a layer, and the one bias that networks may change or add."""
-
-    weights: tuple[_Slot, ...]
-    bias: _Slot
+def _note_on(layer: torch.nn.Module) -> _Note | None:
+    return vars(layer).get(_NOTE)
 
 
-def _slots(layer: Any) -> _Slots | None:
-    """What networks change in a layer; None for kinds of layers that are left to the Lora extension."""
-    if isinstance(layer, torch.nn.MultiheadAttention):
-        if layer.in_proj_weight is None:
-            return None
-        weights = (_Slot(layer, "in_proj_weight"), _Slot(layer.out_proj, "weight"))
-        return _Slots(weights, _Slot(layer.out_proj, "bias"))
-    if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d)):
-        return _Slots((_Slot(layer, "weight"),), _Slot(layer, "bias"))
-    return None
+def _apply(record: Record, layer: torch.nn.Module, layer_name: str, slots: Slots, changing: bool) -> None:
+    uses, note = uses_of(layer, layer_name), _note_on(layer)
+    if not uses:
+        if note is not None:
+            _take_out(record, layer)
+    elif note is None or not note.serves(uses, changing):
+        _put_in(record, layer, layer_name, slots, uses, changing)
 
 
-def _back_up(layer: Any, slots: _Slots) -> None:
-    """Copy the weights to the CPU where the Lora extension looks for them: packed weights stay packed."""
-    if getattr(layer, "network_weights_backup", None) is not None:
-        return
-    copies = tuple(slot.parameter.to(devices.cpu, copy=True) for slot in slots.weights)
-    layer.network_weights_backup = copies if len(copies) > 1 else copies[0]
-    bias = slots.bias.parameter
-    layer.network_bias_backup = None if bias is None else bias.to(devices.cpu, copy=True)
+def _put_in(
+    record: Record, layer: torch.nn.Module, layer_name: str, slots: Slots, uses: tuple[Use, ...], changing: bool
+) -> None:
+    note = _note_on(layer) or _UNTOUCHED
+    at_run_time = changing or change_by_themselves() or record.lora == LORA_AT_RUN_TIME
+    for slot in slots.weights:
+        if not at_run_time or not slot.in_8_bits or note.changes.written(slot.key):
+            _find_original(record, slot, layer_name, note.changes)
+    at_run_time |= any(slot.in_8_bits and slot.original is None for slot in slots.weights)
+    branches = _collect(layer_name, slots, uses, at_run_time, _known_branches(note, uses))
+    _write(layer, slots, note.changes, _Note(uses, changing, slots.changes(note.changes), branches))
 
 
-def _restore(layer: Any, slots: _Slots) -> tuple[torch.Tensor, ...]:
-    """Put the copies back, bit for bit, and return those of the weights; () if there are none."""
-    backup = getattr(layer, "network_weights_backup", None)
-    if backup is None:
-        return ()
-    copies = backup if isinstance(backup, tuple) else (backup,)
-    for slot, copy in zip(slots.weights, copies):
-        slot.parameter.copy_(copy)
-    bias = layer.network_bias_backup
-    if bias is None:
-        setattr(slots.bias.owner, slots.bias.name, None)
-    else:
-        slots.bias.parameter.copy_(bias)
-    return copies
+def _find_original(record: Record, slot: WeightSlot, layer_name: str, changes: Changes) -> None:
+    assert record.originals is not None
+    try:
+        slot.find_original(record.originals, changes)
+    except OriginalGoneError as error:
+        record.is_stale = True
+        raise OriginalGoneError(
+            f"FP8 weight: {error}, so the networks merged into {layer_name} cannot be taken out. The checkpoint is "
+            "loaded again for the next picture: put the file back, or choose another checkpoint."
+        ) from None
 
 
-def _reset(layer: Any) -> None:
-    layer.__dict__.pop(_MERGED, None)
-    layer.network_current_names = ()
-    layer.network_weights_backup = None
-    layer.network_bias_backup = None
+def _known_branches(note: _Note, uses: tuple[Use, ...]) -> dict[int, LowRank]:
+    """Branches that need nothing but another factor: their tensors are on the device already."""
+    before = {id(use.parts[0]): use for use in note.uses}
+    known = {}
+    for use in uses:
+        part = id(use.parts[0])
+        if part in note.branches and before[part].same_tensors(use):
+            known[part] = note.branches[part]
+    return known
+
+
+def _collect(
+    layer_name: str, slots: Slots, uses: tuple[Use, ...], at_run_time: bool, known: dict[int, LowRank]
+) -> dict[int, LowRank]:
+    """Gather in the slots what all networks add; one that does not fit is told of and left out, whole.
+
+    Returns:
+        Low-rank branches by the network module that they were made of.
+    """
+    made = {}
+    for use in uses:
+        try:
+            branch = _low_rank(use, slots, known) if at_run_time else None
+            found = [] if branch else [delta_of(use, index, slot.base()) for index, slot in enumerate(slots.weights)]
+        except Exception as error:  # another's code on a file from anywhere: whatever it raises, the picture goes on
+            tell_misfit(use, layer_name, error)
+            continue
+        if branch is not None:
+            made[id(use.parts[0])] = branch
+            slots.weights[0].branches.append(branch)
+        for index, (slot, (delta, bias_delta)) in enumerate(zip(slots.weights, found)):
+            if at_run_time and slot.in_8_bits:
+                slot.branches.append(Computed(partial(_weight_delta, use, index)))
+            else:
+                slot.add(delta)
+            if bias_delta is not None:
+                slots.bias.add(bias_delta, slot.parameter.device)
+    return made
+
+
+def _low_rank(use: Use, slots: Slots, known: dict[int, LowRank]) -> LowRank | None:
+    slot = slots.weights[0]
+    if len(slots.weights) > 1 or not slot.in_8_bits:
+        return None
+    branch = known.get(id(use.parts[0]))
+    if branch is None:
+        return low_rank(use, slot.parameter)
+    return replace(branch, factor=use.factor()).to(slot.parameter.device)
+
+
+def _weight_delta(use: Use, index: int, weight: torch.Tensor) -> torch.Tensor:
+    return delta_of(use, index, weight)[0]
+
+
+def _write(layer: torch.nn.Module, slots: Slots, before: Changes, note: _Note) -> None:
+    vars(layer)[_NOTE] = replace(note, is_whole=False)
+    slots.write(Changes(before.sources, {**before.backups, **note.changes.backups}))
+    vars(layer)[_NOTE] = note
+
+
+def _take_out(record: Record, layer: torch.nn.Module) -> None:
+    """Bring a layer to the very bits that were loaded. Raises OriginalGoneError."""
+    note, slots = _note_on(layer), slots_of(layer)
+    assert note is not None
+    assert slots is not None
+    for slot in slots.weights:
+        if note.changes.written(slot.key):
+            _find_original(record, slot, slot.key, note.changes)
+    _write(layer, slots, note.changes, replace(_UNTOUCHED, changes=note.changes))
+    vars(layer).pop(_NOTE)
+    vars(layer)["network_current_names"] = ()
 
 
 def forget(model: torch.nn.Module) -> None:
-    """Take all networks out of a model's layers and drop the copies; the next use merges anew."""
+    """Take all networks out of a model's layers; the next use merges anew.
+
+    Raises:
+        OriginalGoneError: some layers cannot be brought back; all others are.
+    """
+    record, problem = record_of(model), None
     with torch.no_grad():
         for layer in model.modules():
-            if getattr(layer, "network_weights_backup", None) is not None:
-                slots = _slots(layer)
-                if slots is not None:
-                    _restore(layer, slots)
-                else:
-                    sys.modules["networks"].network_restore_weights_from_backup(layer)
-            if getattr(layer, "network_current_names", ()) != ():
-                _reset(layer)
-    record_of(model).merged.clear()
+            try:
+                if _note_on(layer) is not None:
+                    _take_out(record, layer)
+                elif vars(layer).get("network_weights_backup") is not None:
+                    _take_out_as_the_host_does(layer)
+            except OriginalGoneError as error:
+                problem = error
+    if problem is not None:
+        raise problem
+
+
+def _take_out_as_the_host_does(layer: torch.nn.Module) -> None:
+    host = hosts()[0]
+    host.network_restore_weights_from_backup(layer)
+    host.network_reset_cached_weight(layer)
 
 
 def follow_settings(model: torch.nn.Module) -> None:
-    """Merge anew if another base for networks was chosen."""
+    """Begin anew if another way of applying networks was chosen. Raises OriginalGoneError."""
     record = record_of(model)
-    if record.lora_from_file != settings.lora_from_file():
-        record.lora_from_file = settings.lora_from_file()
-        forget(model)
-
-
-def _apply(networks: Any, record: Record, layer: Any, layer_name: str, slots: _Slots) -> None:
-    wanted = _wanted_names(networks)
-    modules = [module for net in networks.loaded_networks for module in _modules_for(net, layer, layer_name)]
-    if not modules:
-        # Not touched by these networks: whole again, and no copy is kept.
-        _restore(layer, slots)
-        _reset(layer)
-        record.merged.pop(layer, None)
-        layer.network_current_names = wanted
+    if record.originals is None or record.lora == lora_choice():
         return
-    _back_up(layer, slots)
-    backups = _restore(layer, slots)
-    layer.network_current_names = ()
-    origins = [_original(record, slot.owner, stored) for slot, stored in zip(slots.weights, backups)]
-    originals = tuple(original for original, _ in origins)
-    _collect(networks, layer, layer_name, slots, originals)
-    try:
-        _write(slots, originals)
-    except Exception:
-        _restore(layer, slots)
-        _reset(layer)
-        raise
-    packed = [exact for slot, (_, exact) in zip(slots.weights, origins) if slot.deltas and exact is not None]
-    if packed:
-        record.merged[layer] = all(packed)
-    else:
-        record.merged.pop(layer, None)
-    layer.__dict__[_MERGED] = modules, _state_of(modules)
-    layer.network_current_names = wanted
+    forget(model)
+    record.lora = lora_choice()
+    if record.lora != LORA_FROM_COPY:
+        record.originals.drop_copies()
 
 
-def _original(record: Record, layer: Any, stored: torch.Tensor) -> tuple[torch.Tensor, bool | None]:
-    """The unrounded weight of a layer in float32 on the layer's device, and whether it was found in the checkpoint.
-
-    What is found there must pack to the very bits stored; otherwise the stored weight is decoded. A weight in full
-    precision is its own original (None).
-    """
-    device = layer.weight.device if hasattr(layer, "weight") else layer.in_proj_weight.device
-    stored = stored.to(device)
-    if not isinstance(stored, QuantWeight):
-        return stored.float(), None
-    if record.lora_from_file and record.checkpoint is not None and layer in record.keys:
-        found = record.checkpoint.tensor(record.keys[layer])
-        if found is not None and found.shape == stored.shape and found.is_floating_point():
-            value = found.to(device, record.packing_dtype)
-            if layer in record.trusted or stored.same_bits(pack(value, stored.format)):
-                record.trusted.add(layer)
-                return value.float(), True
-    record.trusted.discard(layer)
-    return stored.dequantize(torch.float32), False
+def _sources(model: torch.nn.Module) -> Iterator[tuple[WeightSlot, str]]:
+    """Every weight that networks act on now, with where its original came from."""
+    for layer in model.modules():
+        note, slots = _note_on(layer), slots_of(layer)
+        if note is not None and slots is not None:
+            for slot in slots.weights:
+                if slot.key in note.changes.sources:
+                    yield slot, note.changes.sources[slot.key]
 
 
-def _modules_for(net: Any, layer: Any, layer_name: str) -> tuple[Any, ...]:
-    """A network's modules for a layer: one, or those of its projections (q, k, v and, for attention, out)."""
-    single = net.modules.get(layer_name)
-    if single is not None and hasattr(layer, "weight"):
-        return (single,)
-    names = ["_q_proj", "_k_proj", "_v_proj"]
-    if isinstance(layer, torch.nn.MultiheadAttention):
-        names.append("_out_proj")
-    parts = tuple(net.modules.get(layer_name + name) for name in names)
-    return parts if all(part is not None for part in parts) else ()
+def layers_by_source(model: torch.nn.Module) -> dict[str, int]:
+    """How many 8-bit weights networks act on now, by where their originals came from (``RUN_TIME``: not merged)."""
+    return dict(Counter(source for slot, source in _sources(model) if slot.in_8_bits))
 
 
-def _collect(networks: Any, layer: Any, layer_name: str, slots: _Slots, originals: tuple[torch.Tensor, ...]) -> None:
-    """Gather the deltas of all networks; one that does not fit is told and left out, whole."""
-    for net in sorted(networks.loaded_networks, key=lambda net: net.name):
-        parts = _modules_for(net, layer, layer_name)
-        if not parts:
-            continue
-        try:
-            deltas, bias_delta = _deltas(parts, layer, originals)
-            for original, delta in zip(originals, deltas):
-                _check_shape("weight", delta, original.shape)
-            if bias_delta is not None:
-                _check_shape("bias", bias_delta, originals[-1].shape[:1])
-        except Exception as error:  # another's code on a file from anywhere: whatever it raises, the picture goes on
-            _tell(networks, net, layer_name, error)
-            continue
-        for slot, delta in zip(slots.weights, deltas):
-            slot.deltas.append(delta)
-        if bias_delta is not None:
-            slots.bias.deltas.append(bias_delta)
+def after_job(model: torch.nn.Module) -> None:
+    """Say on the console what became of networks if that is new, and let go of a checkpoint that is not needed."""
+    record = record_of(model)
+    if record.originals is None:
+        return
+    found = layers_by_source(model)
+    if found != record.lora_said:
+        record.lora_said = found
+        if found:
+            print(f"FP8 weight: {described(found)}")
+    if all(source != FILE for _, source in _sources(model)):
+        record.originals.file.close()  # a mapped file can be neither replaced nor deleted on Windows
 
 
-def _check_shape(what: str, delta: torch.Tensor, shape: torch.Size) -> None:
-    if delta.shape != shape:
-        raise ValueError(f"it is made for a {what} of {tuple(delta.shape)}, not {tuple(shape)}")
+_WORDS = {
+    FILE: "merged over the originals in the checkpoint file in {} layers",
+    COPY: "merged over the originals in RAM in {} layers",
+    RUN_TIME: "added at run time in {} layers",
+}
 
 
-def _deltas(
-    parts: tuple[Any, ...], layer: Any, originals: tuple[torch.Tensor, ...]
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """What one network adds to each weight of a layer and to its bias, computed in float32."""
-    with torch.autocast(originals[0].device.type, enabled=False), _InFloat32():
-        if len(parts) == 1:
-            delta, bias_delta = parts[0].calc_updown(originals[0])
-            return [_pad_inpainting(delta, originals[0])], bias_delta
-        chunks = originals[0].chunk(3, 0)
-        deltas = [torch.vstack([part.calc_updown(chunk)[0] for part, chunk in zip(parts, chunks)])]
-        bias_delta = None
-        if isinstance(layer, torch.nn.MultiheadAttention):
-            out, bias_delta = parts[3].calc_updown(originals[1])
-            deltas.append(out)
-        return deltas, bias_delta
-
-
-def _pad_inpainting(delta: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Networks made for 4 input channels act on the first four of an inpainting model's 9."""
-    if original.dim() == 4 and original.shape[1] == 9 and delta.dim() == 4 and delta.shape[1] == 4:
-        return torch.nn.functional.pad(delta, (0, 0, 0, 0, 0, 5))
-    return delta
-
-
-def _write(slots: _Slots, originals: Iterable[torch.Tensor]) -> None:
-    for slot, original in zip(slots.weights, originals):
-        if slot.deltas:
-            write_rounded_once(slot.parameter, merged_weight(original, slot.deltas))
-    if slots.bias.deltas:
-        weight, bias = slots.weights[-1].parameter, slots.bias.parameter
-        base = torch.zeros_like(slots.bias.deltas[0], device=weight.device) if bias is None else bias
-        total = merged_weight(base, slots.bias.deltas)
-        if bias is None:
-            parameter = torch.nn.Parameter(total.to(weight.dtype), requires_grad=False)
-            setattr(slots.bias.owner, slots.bias.name, parameter)
-        else:
-            write_rounded_once(bias, total)
-
-
-def _tell(networks: Any, net: Any, layer_name: str, error: Exception) -> None:
-    errors = networks.extra_network_lora.errors
-    errors[net.name] = errors.get(net.name, 0) + 1
-    if errors[net.name] == 1:
-        print(
-            f"FP8 weight: network {net.name} does not fit layer {layer_name} and is left out there: {error} "
-            "(further layers are only counted)",
-            file=sys.stderr,
-        )
-
-
-class _InFloat32(TorchFunctionMode):
-    """Networks keep their factors in half precision; this computes with them in float32.
-
-    In-place functions are left alone in their first argument, which they would otherwise not reach.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        kept = 1 if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") else 0
-        args = (*args[:kept], *tree_map(_up, tuple(args[kept:])))
-        return func(*args, **tree_map(_up, kwargs or {}))
-
-
-def _up(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-        return value.float()
-    return value
+def described(layers: dict[str, int]) -> str:
+    """How networks are applied, in one line."""
+    return "LoRA " + ", ".join(_WORDS[source].format(count) for source, count in sorted(layers.items()))

@@ -11,6 +11,8 @@ from modules import sd_models
 
 from lib_fp8 import measure
 from lib_fp8.report import mebibytes
+from lib_fp8.webui import lora
+from lib_fp8.webui.settings import LORA_FROM_FILE
 from lib_fp8.webui.storage import FULL_PRECISION, record_of
 from lib_fp8.webui.targets import find_targets
 
@@ -50,7 +52,7 @@ def _status() -> dict[str, Any]:
                 "notes": list(report.notes),
             }
         )
-    from_file = list(record.merged.values())
+    layers = lora.layers_by_source(model)
     return {
         "loaded": True,
         "enabled": record.applied != FULL_PRECISION,
@@ -58,9 +60,9 @@ def _status() -> dict[str, Any]:
         "parts": parts,
         "note": record.applied.note,
         "problem": record.problem,
-        "lora_layers_from_checkpoint": sum(from_file),
-        "lora_layers_from_8_bit": len(from_file) - sum(from_file),
-        "lora_problem": None if record.checkpoint is None else record.checkpoint.problem(),
+        "lora": record.lora,
+        "lora_layers": layers,
+        "lora_problem": None if record.originals is None else record.originals.file.problem(),
     }
 
 
@@ -103,16 +105,12 @@ def status_html() -> str:
 
 
 def _lora_line(now: dict[str, Any]) -> str:
-    from_file, from_weight = now["lora_layers_from_checkpoint"], now["lora_layers_from_8_bit"]
-    if not from_file and not from_weight:
-        problem = now["lora_problem"]
-        return (
-            "LoRA: none merged."
-            if problem is None
-            else f"LoRA: none merged; {problem}, 8-bit weights will be the base."
-        )
-    base = f"LoRA: added to the originals in the checkpoint file in {from_file} layers"
-    return f"{base}." if not from_weight else f"{base}, to the 8-bit weights in {from_weight}."
+    if now["lora_layers"]:
+        line = lora.described(now["lora_layers"])
+    else:
+        line = f"LoRA: none in use ({now['lora']})"
+    problem = now["lora_problem"] if now["lora"] == LORA_FROM_FILE else None
+    return f"{line}." if problem is None else f"{line}; {problem}, so it is added at run time."
 
 
 def _wrap(content: str) -> str:

@@ -26,7 +26,8 @@ FORMAT = "fp8_format"
 KEEP = "fp8_keep_layers"
 TEXT_ENCODER_KEYS = {CLIP_L: "fp8_clip_l", OPEN_CLIP: "fp8_open_clip", T5: "fp8_t5"}
 LORA = "fp8_lora"
-LORA_FROM_FILE, LORA_FROM_WEIGHT = LORA_CHOICES = ("Checkpoint file", "8-bit weights")
+LORA_CHOICES = ("Merge from checkpoint file", "Merge from copy in RAM", "Add at run time")
+LORA_FROM_FILE, LORA_FROM_COPY, LORA_AT_RUN_TIME = LORA_CHOICES
 STATUS = "fp8_status"
 
 INFOTEXT = {
@@ -34,7 +35,7 @@ INFOTEXT = {
     FORMAT: "FP8 format",
     KEEP: "FP8 kept layers",
     **{key: f"FP8 {kind}" for kind, key in TEXT_ENCODER_KEYS.items()},
-    LORA: "FP8 LoRA base",
+    LORA: "FP8 LoRA",
 }
 """Option to its name in the infotext; the first is the WebUI's own."""
 
@@ -67,11 +68,15 @@ def _own_options() -> dict[str, Any]:
     ).info("regular expressions, separated by spaces; a layer is kept if one is found in its name")
     options[LORA] = _option(
         LORA_FROM_FILE,
-        "FP8: LoRA is added to the original weights from",
+        "FP8: how LoRA is applied",
         gr.Radio,
         {"choices": list(LORA_CHOICES)},
         key=LORA,
-    ).info("all LoRAs are summed and rounded once; the checkpoint file is read layer by layer and needs no memory")
+    ).info(
+        "merged: all LoRAs are summed over the original weights and rounded once; the checkpoint file is read layer by"
+        " layer and takes no memory, a copy in RAM takes as much as the model in 16 bits; at run time: nothing is read"
+        " or rounded, each step takes a little longer"
+    )
     return options
 
 
@@ -239,7 +244,7 @@ def _check_keep(value: Any) -> None:
 
 def _check_lora(value: Any) -> None:
     if value not in LORA_CHOICES:
-        raise SettingError(f"FP8 LoRA base: {value!r} is not one of: {', '.join(LORA_CHOICES)}")
+        raise SettingError(f"FP8 LoRA: {value!r} is not one of: {', '.join(LORA_CHOICES)}")
 
 
 def _check_flag(value: Any) -> None:
@@ -281,6 +286,6 @@ def wanted_storage(model: torch.nn.Module) -> Storage:
     return Storage(replace(policy, format=storage_format.name), frozenset((UNET, *chosen)), note)
 
 
-def lora_from_file() -> bool:
-    """Whether networks are to be added to the originals in the checkpoint file."""
-    return _value(LORA) == LORA_FROM_FILE
+def lora_choice() -> str:
+    """How networks are to be applied: one of ``LORA_CHOICES``."""
+    return _value(LORA)

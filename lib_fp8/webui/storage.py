@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from lib_fp8 import Policy, Report
-from lib_fp8.source import CheckpointFile
+from lib_fp8.source import Originals
 
 _ATTRIBUTE = "fp8_weight_record"
 
@@ -44,24 +43,20 @@ class Record:
         refused: what was tried and failed; it is not tried again until something else is wanted.
         reports: part to what its conversion did.
         problem: why the last conversion failed, for the panel.
-        checkpoint: the file that the weights came from.
-        packing_dtype: dtype to which values of that file were rounded before packing, None if they were not.
-        keys: layer to the name of its weight in that file.
-        trusted: layers whose originals in the file were seen to pack to the very bits stored.
-        lora_from_file: whether networks are added to originals from the file; changes with the setting.
-        merged: 8-bit layers that hold networks now, and whether their originals came from the file.
+        originals: the weights as they were before rounding; None in full precision.
+        lora: how networks are applied; follows the setting.
+        lora_said: what the console said last of the layers that networks act on.
+        is_stale: networks are in it that cannot be taken out; it must be loaded again.
     """
 
     applied: Storage = FULL_PRECISION
     refused: Storage | None = None
     reports: dict[str, Report] = field(default_factory=dict)
     problem: str | None = None
-    checkpoint: CheckpointFile | None = None
-    packing_dtype: torch.dtype | None = None
-    keys: WeakKeyDictionary[torch.nn.Module, str] = field(default_factory=WeakKeyDictionary)
-    trusted: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
-    lora_from_file: bool = True
-    merged: WeakKeyDictionary[torch.nn.Module, bool] = field(default_factory=WeakKeyDictionary)
+    originals: Originals | None = None
+    lora: str = ""
+    lora_said: dict[str, int] = field(default_factory=dict)
+    is_stale: bool = False
 
 
 def record_of(model: torch.nn.Module) -> Record:

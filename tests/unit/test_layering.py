@@ -15,7 +15,7 @@ LEVELS = (
     {"report"},
     {"compute", "policy", "source"},
     {"qweight"},
-    {"quantize"},
+    {"quantize", "branch"},
     {"formats"},
     {"capability"},
 )

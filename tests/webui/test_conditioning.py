@@ -40,7 +40,12 @@ def test_another_storage_of_the_text_encoder_does_not(ready):
 def test_what_does_not_touch_it_does(ready):
     encoded(ready)
     assert encoded(ready, fp8_format="int8")[0] == 0
-    assert encoded(ready, fp8_lora="8-bit weights")[0] == 0
+    assert encoded(ready, fp8_lora="Add at run time")[0] == 0
+
+
+def test_how_networks_are_applied_to_the_text_encoder_does_not(ready):
+    encoded(ready, fp8_clip_l=True)
+    assert encoded(ready, fp8_clip_l=True, fp8_lora="Add at run time")[0] == 1
 
 
 def test_the_key_is_the_hosts_own_again_afterwards(host):

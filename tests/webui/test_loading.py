@@ -139,7 +139,7 @@ def test_switching_draws_no_random_numbers(newest):
     [
         ({}, ON, 0),
         (ON, {"fp8_clip_l": True}, 0),
-        (ON, {"fp8_lora": "8-bit weights"}, 0),
+        (ON, {"fp8_lora": "Add at run time"}, 0),
         (ON, {"fp8_storage": "Disable"}, 1),
         (ON, {"fp8_format": "int8"}, 1),
         (ON, {"fp8_keep_layers": "to_q"}, 1),

@@ -7,118 +7,22 @@ import sys
 
 import pytest
 import torch
-from helpers import FORMAT_NAMES, assert_packed_like, decoded, need_format, reference_pack
+from helpers import FORMAT_NAMES, need_format
 
 from lib_fp8 import QuantWeight
-
-BLOCK = "diffusion_model_input_blocks_1_0_in_layers_2"  # 3x3 convolution, has a bias
-TO_Q = "diffusion_model_middle_block_0_to_q"  # has no bias
-TO_OUT = "diffusion_model_middle_block_0_to_out_0"  # has a bias
-KEPT = "diffusion_model_time_embed_0"  # stays in full precision
-CLIP = "transformer_text_model_encoder_layers_0_mlp_fc1"
-ATTENTION = "model_transformer_resblocks_0_attn"
-PARTS = tuple(ATTENTION + part for part in ("_q_proj", "_k_proj", "_v_proj", "_out_proj"))
-QKV = "diffusion_model_joint_blocks_0_attn_qkv"
-IN_8_BITS = (BLOCK, TO_Q, TO_OUT, CLIP)
-LINEAR_AND_CONV = (*IN_8_BITS, KEPT)
-ON = {"fp8_storage": "Enable", "fp8_clip_l": True, "fp8_open_clip": True}
-
-
-@pytest.fixture
-def sd1(host):
-    host.checkpoint()
-    return host.start(**ON)
-
-
-def key_of(layer_name, host):
-    """The name of a layer's weight in the checkpoint."""
-    layer = host.layers[layer_name]
-    name = next(name for name, module in host.model.named_modules() if module is layer)
-    return name.replace("wrapped.", "") + ".weight"
-
-
-def coarse(*shape, rng):
-    """Factors of which products and sums, over float16 weights, are exact in float32: all orders give the same."""
-    return torch.randint(-8, 9, shape, generator=rng) / 64
-
-
-def fine(*shape, rng):
-    """Factors of the ordinary kind."""
-    return torch.randn(shape, generator=rng) * 0.1
-
-
-class Nets:
-    """Makes networks, and knows by float64 what they must add."""
-
-    def __init__(self, host, rng):
-        self.host, self.rng = host, rng
-
-    def make(self, name, layers=LINEAR_AND_CONV, factors=coarse, dtype=torch.float32, bias=False, multiplier=1.0):
-        net = self.host.networks.Network(name)
-        net.unet_multiplier = multiplier
-        for layer_name in layers:
-            rows, columns = self.shape(layer_name)
-            net.modules[layer_name] = self.host.networks.NetworkModule(
-                net,
-                up=factors(rows, 2, rng=self.rng).to(dtype),
-                down=factors(2, columns, rng=self.rng).to(dtype),
-                bias=factors(rows, rng=self.rng).to(dtype) if bias else None,
-            )
-        return net
-
-    def full(self, name, layer_name):
-        """A network with a full delta, which needs no arithmetic in half precision of torch on the CPU."""
-        net = self.host.networks.Network(name)
-        net.modules[layer_name] = self.host.networks.NetworkModule(
-            net, diff=coarse(*self.shape(layer_name), rng=self.rng)
-        )
-        return net
-
-    def shape(self, layer_name):
-        for ending in ("_q_proj", "_k_proj", "_v_proj"):
-            if layer_name.endswith(ending):
-                weight = self.weight(layer_name.removesuffix(ending))
-                return weight.shape[0] // 3, weight.shape[1]
-        if layer_name.endswith("_out_proj"):
-            return self.host.layers[layer_name.removesuffix("_out_proj")].out_proj.weight.shape
-        weight = self.weight(layer_name)
-        return weight.shape[0], weight.shape[1:].numel()
-
-    def weight(self, layer_name):
-        layer = self.host.layers[layer_name]
-        return getattr(layer, "in_proj_weight", None) if hasattr(layer, "in_proj_weight") else layer.weight
-
-    def original(self, layer_name):
-        """What the file holds, as the WebUI loads it."""
-        return self.host.values()[key_of(layer_name, self.host)].half()
-
-    def expected(self, layer_name, networks, base=None):
-        """The weight with networks merged, unrounded, in float64."""
-        total = (self.original(layer_name) if base is None else base).double()
-        for net in networks:
-            if (module := net.modules.get(layer_name)) is not None:
-                total = total + (module.up.double() @ module.down.double()).reshape(total.shape) * net.unet_multiplier
-        return total
-
-    def assert_merged(self, *networks, layers=LINEAR_AND_CONV, base=None):
-        """Every layer holds the sum over the original (or over ``base(layer_name)``), rounded once."""
-        for layer_name in layers:
-            start = None if base is None else base(layer_name)
-            assert_rounded_once(self.weight(layer_name), self.expected(layer_name, networks, start))
-
-
-def assert_rounded_once(weight, exact):
-    if isinstance(weight, QuantWeight):
-        name = weight.format.name
-        assert_packed_like(weight.qdata, weight.scale, reference_pack(exact.float(), name), name)
-    else:
-        assert torch.equal(weight, exact.to(weight.dtype))
-
-
-@pytest.fixture
-def nets(request, rng):
-    """For the one host of the test."""
-    return Nets(request.getfixturevalue(next(name for name in request.fixturenames if name in ("host", "newest"))), rng)
+from webui.nets import (
+    ATTENTION,
+    KEPT,
+    LINEAR_AND_CONV,
+    ON,
+    PARTS,
+    QKV,
+    TO_OUT,
+    TO_Q,
+    assert_rounded_once,
+    coarse,
+    fine,
+)
 
 
 class TestAnyOrderOfUse:
@@ -377,7 +281,7 @@ class TestNetworksThatDoNotFit:
         sd1.run_networks(bad)
         sd1.run_networks(bad)
         assert sd1.networks.extra_network_lora.errors == {"bad": len(LINEAR_AND_CONV)}
-        assert not sd1.panel.status()["lora_layers_from_checkpoint"], "no layer holds it"
+        assert sd1.panel.status()["lora_layers"] == {}, "no layer holds it"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -401,101 +305,6 @@ def test_half_precision_factors_are_multiplied_in_float32(sd1, nets, dtype, monk
         assert seen[name].dtype == torch.float32
         assert (seen[name].double() - exact).abs().max() < 1e-7
         assert (in_half - exact).abs().max() > 1e-6
-
-
-class TestSource:
-    """Where the originals come from, and that the panel says so."""
-
-    def decoded_base(self, host):
-        """What is in 8 bits now, as the base; copied before anything is merged."""
-        weights = {name: host.layers[name].weight for name in IN_8_BITS}
-        return {name: decoded(weight, torch.float32) for name, weight in weights.items()}.__getitem__
-
-    def sources(self, host):
-        status = host.panel.status()
-        return status["lora_layers_from_checkpoint"], status["lora_layers_from_8_bit"]
-
-    def test_the_checkpoint_file(self, sd1, nets):
-        a = nets.make("a", IN_8_BITS)
-        sd1.run_networks(a)
-        nets.assert_merged(a, layers=IN_8_BITS)
-        assert self.sources(sd1) == (4, 0)
-
-    def test_the_8_bit_weights_by_option(self, sd1, nets):
-        sd1.set(fp8_lora="8-bit weights")
-        base, a = self.decoded_base(sd1), nets.make("a", IN_8_BITS)
-        sd1.run_networks(a)
-        nets.assert_merged(a, layers=IN_8_BITS, base=base)
-        assert self.sources(sd1) == (0, 4)
-
-    @pytest.mark.parametrize("change", ["gone", "replaced", "touched"])
-    def test_a_file_that_changed_is_not_the_original(self, sd1, nets, change):
-        base, a = self.decoded_base(sd1), nets.make("a", IN_8_BITS)
-        path = sd1.folder / "a.safetensors"
-        if change == "gone":
-            path.unlink()
-        elif change == "replaced":
-            sd1.checkpoint("a", seed=9)
-        else:
-            path.write_bytes(path.read_bytes()[:-1])
-        sd1.run_networks(a)
-        nets.assert_merged(a, layers=IN_8_BITS, base=base)
-        assert self.sources(sd1) == (0, 4)
-        assert "a.safetensors has changed on disk or cannot be read" in sd1.panel.status()["lora_problem"]
-
-    def test_a_file_that_was_replaced_before_the_conversion(self, host, nets):
-        """The model in memory is converted in place; the file is another one by then."""
-        host.checkpoint()
-        host.start()
-        host.checkpoint("a", seed=9)
-        host.set(**ON)
-        base, a = self.decoded_base(host), nets.make("a", IN_8_BITS)
-        host.run_networks(a)
-        nets.assert_merged(a, layers=IN_8_BITS, base=base)
-        assert self.sources(host) == (0, 4)
-
-    def test_weights_that_another_extension_merged_in_memory(self, host, nets):
-        """Trusted layer by layer: only the layers that were changed lose their originals."""
-        host.checkpoint()
-        host.start()
-        with torch.no_grad():
-            host.layers[TO_Q].weight.mul_(1.5)
-        host.set(**ON)
-        base, a = self.decoded_base(host), nets.make("a", IN_8_BITS)
-        host.run_networks(a)
-        nets.assert_merged(a, layers=[TO_Q], base=base)
-        nets.assert_merged(a, layers=[name for name in IN_8_BITS if name != TO_Q])
-        assert self.sources(host) == (3, 1)
-
-    def test_a_float32_file(self, host, nets):
-        """The WebUI rounds to float16 while loading, and so must the original be."""
-        host.checkpoint(dtype=torch.float32)
-        host.start(**ON)
-        a = nets.make("a", IN_8_BITS)
-        host.run_networks(a)
-        nets.assert_merged(a, layers=IN_8_BITS)
-        assert self.sources(host) == (4, 0)
-
-    def test_the_file_is_let_go_after_a_job(self, sd1, nets):
-        """A mapped file can be neither replaced nor deleted on Windows."""
-        sd1.networks.loaded_networks[:] = [nets.make("a", IN_8_BITS)]
-        sd1.job()
-        assert self.sources(sd1)[0] == 4
-        assert sd1.storage.record_of(sd1.model).checkpoint._file is None
-
-
-def test_backups_are_kept_in_8_bits(sd1, nets):
-    """No full-precision copy of the model in memory."""
-
-    def backups():
-        return {name: layer.network_weights_backup for name, layer in sd1.layers.items() if name in LINEAR_AND_CONV}
-
-    sd1.run_networks(nets.make("a"))
-    assert {name: isinstance(copy, QuantWeight) for name, copy in backups().items()} == {
-        name: name in IN_8_BITS for name in LINEAR_AND_CONV
-    }
-    sd1.run_networks()
-    assert set(backups().values()) == {None}
 
 
 class TestChangesWhileMerged:
@@ -552,16 +361,8 @@ class TestChangesWhileMerged:
         host.run_networks(a)
         host.lora.forget(host.model)
         assert host.fingerprint() == bits[1]
-        assert all(getattr(layer, "network_weights_backup", None) is None for layer in host.layers.values())
         host.run_networks(a)
         nets.assert_merged(a)
-
-    def test_the_hosts_code_restores_the_bits(self, host, bits, nets):
-        """The patch is gone, the networks are still in. (up to 1.9 it keeps a bias that was not there before.)"""
-        host.run_networks(nets.make("a", [BLOCK, TO_OUT, KEPT, CLIP], bias=True))
-        sys.modules["lib_fp8.webui"]._patches.undo()
-        host.run_networks()
-        assert host.fingerprint() == bits[1]
 
     def test_the_hosts_code_merges_where_the_patch_is_missing(self, host, bits, nets):
         """Correct, if noisier: design.md, LoRA."""

@@ -139,13 +139,12 @@ class TestTheRoute:
 def test_where_networks_were_added(host):
     host.checkpoint()
     host.start(**ON)
-    assert "LoRA: none merged." in host.panel.status_html()
+    assert "LoRA: none in use (Merge from checkpoint file)." in host.panel.status_html()
     net = host.networks.Network("a")
     weight = host.layers["diffusion_model_middle_block_0_to_q"].weight
     net.modules["diffusion_model_middle_block_0_to_q"] = host.networks.NetworkModule(net, diff=weight.dequantize())
     host.run_networks(net)
-    assert "in the checkpoint file in 1 layers." in host.panel.status_html()
-    (host.folder / "a.safetensors").unlink()
-    host.run_networks()
+    assert "LoRA merged over the originals in the checkpoint file in 1 layers." in host.panel.status_html()
+    host.set(fp8_lora="Add at run time")
     host.run_networks(net)
-    assert "in 0 layers, to the 8-bit weights in 1." in host.panel.status_html()
+    assert "LoRA added at run time in 1 layers." in host.panel.status_html()

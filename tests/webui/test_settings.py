@@ -140,7 +140,9 @@ def test_override_of_options_that_were_never_saved(host):
     """1.6 looks each override up among the saved values and knows no default."""
     host.checkpoint()
     host.start()
-    p = host.job(fp8_storage="Enable", fp8_format="int8", fp8_clip_l=True, fp8_keep_layers="", fp8_lora="8-bit weights")
+    p = host.job(
+        fp8_storage="Enable", fp8_format="int8", fp8_clip_l=True, fp8_keep_layers="", fp8_lora="Add at run time"
+    )
     assert "FP8 format: int8" in p.infotexts[0]
     assert host.opts.fp8_storage == "Disable"
 

@@ -36,6 +36,12 @@ class NetworkModule:
         multiplier = self.network.unet_multiplier
         return updown * multiplier, None if self.bias is None else self.bias * multiplier
 
+    def multiplier(self):
+        return self.network.unet_multiplier
+
+    def forward(self, x, y):
+        return y + torch.nn.functional.linear(x.float(), self.calc_updown(torch.zeros(1))[0].float()).to(y.dtype)
+
 
 def _is_attention(layer):
     return isinstance(layer, torch.nn.MultiheadAttention)
@@ -128,6 +134,19 @@ def _add_bias(layer, ex_bias):
         layer.bias.copy_((layer.bias + ex_bias).to(layer.bias.dtype))
 
 
+def network_forward(org_module, input, original_forward):
+    """What lora_functional does: the networks act beside the layer, which is whole."""
+    if not loaded_networks:
+        return original_forward(org_module, input)
+    network_restore_weights_from_backup(org_module)
+    network_reset_cached_weight(org_module)
+    y = original_forward(org_module, input)
+    for net in loaded_networks:
+        if (module := net.modules.get(org_module.network_layer_name)) is not None:
+            y = module.forward(input, y)
+    return y
+
+
 def network_reset_cached_weight(self):
     self.network_current_names = ()
     self.network_weights_backup = None
@@ -152,6 +171,8 @@ class LoraPatches:
     @staticmethod
     def _merging(original):
         def forward(self, *args, **kwargs):
+            if shared.opts.lora_functional and not isinstance(self, torch.nn.MultiheadAttention):
+                return network_forward(self, *args, original)
             network_apply_weights(self)
             return original(self, *args, **kwargs)
 

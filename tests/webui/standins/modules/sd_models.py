@@ -54,9 +54,25 @@ def select_checkpoint():
     return found or next(iter(checkpoints_list.values()))
 
 
+_OLD_NAMES = {"cond_stage_model.transformer.encoder.": "cond_stage_model.transformer.text_model.encoder."}
+
+
+def _new_name(name):
+    old = next((old for old in _OLD_NAMES if name.startswith(old)), None)
+    return name if old is None else _OLD_NAMES[old] + name.removeprefix(old)
+
+
+def get_state_dict_from_checkpoint(pl_sd):
+    pl_sd = pl_sd.pop("state_dict", pl_sd)
+    renamed = {_new_name(name): value for name, value in pl_sd.items()}
+    pl_sd.clear()
+    pl_sd.update(renamed)
+    return pl_sd
+
+
 def read_state_dict(checkpoint_file):
     files_read.append(Path(checkpoint_file).name)
-    return safetensors.torch.load_file(checkpoint_file, device="cpu")
+    return get_state_dict_from_checkpoint(safetensors.torch.load_file(checkpoint_file, device="cpu"))
 
 
 def get_checkpoint_state_dict(checkpoint_info, timer):

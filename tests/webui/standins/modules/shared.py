@@ -1,7 +1,7 @@
 """The state that all share, and the options that the WebUI itself has."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import gradio as gr
 
@@ -44,6 +44,7 @@ options_templates |= options_section(
 )
 
 opts = Options(options_templates)
+state = SimpleNamespace(sampling_step=0)
 
 
 class _Shared(ModuleType):
