@@ -32,8 +32,24 @@ def _loaded() -> Iterator[tuple[Any, Any]]:
             yield host, net
 
 
+_TOKEN = "fp8_token"
+"""Attribute of a network: what it is known by; a file that is loaded again is another network of the same name."""
+
+
+def wanted() -> tuple[Any, ...]:
+    """(token, strengths ...) of every loaded network."""
+    return tuple((_token(net), net.te_multiplier, net.unet_multiplier, net.dyn_dim) for _, net in _loaded())
+
+
+def _token(net: Any) -> object:
+    token = vars(net).get(_TOKEN)
+    if token is None:
+        token = vars(net)[_TOKEN] = object()
+    return token
+
+
 def wanted_names() -> tuple[Any, ...]:
-    """What the Lora extension compares to see whether anything has changed."""
+    """What the Lora extension itself compares to see whether anything has changed."""
     return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for _, net in _loaded())
 
 
@@ -246,12 +262,6 @@ def weight_decomposed(merged: torch.Tensor, magnitude: torch.Tensor) -> torch.Te
     return merged * (magnitude.to(merged).reshape(norm.shape) / norm)
 
 
-_IN_PLACE = {
-    torch.Tensor.__iadd__: torch.add,
-    torch.Tensor.__isub__: torch.sub,
-    torch.Tensor.__imul__: torch.mul,
-    torch.Tensor.__itruediv__: torch.div,
-}
 _NARROW = {torch.float16, torch.bfloat16} | {
     getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
 }
@@ -260,15 +270,15 @@ _NARROW = {torch.float16, torch.bfloat16} | {
 class _InFloat32(TorchFunctionMode):
     """Networks keep their factors in fewer bits; this computes with them in float32.
 
-    ``+=`` and the like give new tensors: the Lora extension uses them on tensors that belong to the network. Other
-    functions that write keep their first argument, which they would otherwise not reach.
+    Functions that write keep their first argument, which they would otherwise not reach. ``to`` gives copies, because
+    the Lora extension goes on to write into what it gets.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = _IN_PLACE.get(func, func)
         name = getattr(func, "__name__", "")
         kept = 1 if name.endswith("_") and not name.endswith("__") else 0
-        return func(*args[:kept], *tree_map(_up, tuple(args[kept:])), **tree_map(_up, kwargs or {}))
+        result = func(*args[:kept], *tree_map(_up, tuple(args[kept:])), **tree_map(_up, kwargs or {}))
+        return result.clone() if name == "to" and result is args[0] else result
 
 
 def _up(value: Any) -> Any:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from modules import shared
@@ -26,6 +26,7 @@ from lib_fp8.webui.deltas import (
     low_rank,
     tell_misfit,
     uses_of,
+    wanted,
     wanted_names,
 )
 from lib_fp8.webui.pace import Pace
@@ -36,6 +37,10 @@ from lib_fp8.webui.storage import FULL_PRECISION, Record, record_of
 
 _NOTE = "fp8_networks"
 """Attribute of a layer: the note of what was done to it."""
+_SEEN = "fp8_networks_seen"
+"""Attribute of a layer: the networks it was brought to."""
+_NAMES = "network_current_names"
+"""Attribute of a layer: the Lora extension's own; whoever resets it wants the networks to be merged anew."""
 
 
 def install(patches: Patches) -> None:
@@ -53,10 +58,9 @@ def _applying(pace: Pace, original: Callable[..., None]) -> Callable[..., None]:
         layer_name = getattr(self, "network_layer_name", None)
         if layer_name is None:
             return
-        wanted = wanted_names()
-        changing = pace.is_fast(wanted, shared.state.sampling_step)
-        note = _note_on(self)
-        if vars(self).get("network_current_names", ()) == wanted and (note is None or note.is_current(changing)):
+        now, seen, note = wanted(), vars(self).get(_SEEN, _NOTHING), _note_on(self)
+        changing = pace.is_fast(now, shared.state.sampling_step)
+        if seen.wanted == now and seen.names is vars(self).get(_NAMES) and (note is None or note.is_current(changing)):
             return
         record = record_of(shared.sd_model)
         slots = slots_of(self)
@@ -65,7 +69,8 @@ def _applying(pace: Pace, original: Callable[..., None]) -> Callable[..., None]:
             return
         with torch.no_grad():
             _apply(record, self, layer_name, slots, changing)
-        vars(self)["network_current_names"] = wanted
+        names = wanted_names()
+        vars(self).update({_NAMES: names, _SEEN: _Seen(now, names)})
 
     return network_apply_weights
 
@@ -89,9 +94,20 @@ def _resetting(original: Callable[..., None]) -> Callable[..., None]:
             if note.changes.written(slots.bias.key) and note.changes.backups.get(slots.bias.key) is None:
                 slots.bias.drop()
             vars(self).pop(_NOTE)
+        vars(self).pop(_SEEN, None)
         original(self)
 
     return network_reset_cached_weight
+
+
+class _Seen(NamedTuple):
+    """The networks that a layer was brought to last, whether or not they act on it, and the names put down for them."""
+
+    wanted: tuple[Any, ...]
+    names: tuple[Any, ...] | None
+
+
+_NOTHING = _Seen((), None)
 
 
 @dataclass(frozen=True)
@@ -233,7 +249,8 @@ def _take_out(record: Record, layer: torch.nn.Module) -> None:
             _find_original(record, slot, slot.key, note.changes)
     _write(layer, slots, note.changes, replace(_UNTOUCHED, changes=note.changes))
     vars(layer).pop(_NOTE)
-    vars(layer)["network_current_names"] = ()
+    vars(layer).pop(_SEEN, None)
+    vars(layer)[_NAMES] = ()
 
 
 def forget(model: torch.nn.Module) -> None:

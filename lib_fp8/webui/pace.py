@@ -23,14 +23,14 @@ class Pace:
         """Take note of the strengths at a sampling step, and say whether they change again and again.
 
         Args:
-            wanted: (name, strengths ...) for each network.
+            wanted: (token, strengths ...) for each network.
             step: number of the sampling step; the first of a pass is 0.
         """
         if step < self._step:
             self._changes = 0
         self._step = step
         if wanted != self._wanted:
-            if step > 0 and [names[0] for names in wanted] == [names[0] for names in self._wanted]:
+            if step > 0 and [net[0] for net in wanted] == [net[0] for net in self._wanted]:
                 self._changes += 1
             self._wanted = wanted
         return self._changes > _TOLERATED

@@ -1,10 +1,10 @@
 """Live tests: a real WebUI, started on the CPU on a throw-away data folder, used through its API and its page.
 
-    pytest tests/live --webui DIR --webui-python PYTHON [--checkpoints DIR]
+    pytest tests/live --webui DIR --webui-python PYTHON [--checkpoints DIR] [--extensions DIR]
 
 Most tests use the embedded model and its networks. The folder of checkpoints may hold any of the other small models
 that tests name (a .safetensors file, with its .yaml beside it), and LoRAs in ``lora/``. A test whose checkpoint is
-missing is skipped and says so.
+missing is skipped and says so; so is one whose other extension is missing in the folder of extensions.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def pytest_addoption(parser):
     group.addoption("--webui", metavar="DIR", help="folder of an installed AUTOMATIC1111 WebUI")
     group.addoption("--webui-python", metavar="FILE", help="Python that can run it (default: its venv)")
     group.addoption("--checkpoints", metavar="DIR", help="more small checkpoints, with LoRAs in DIR/lora")
+    group.addoption("--extensions", metavar="DIR", help="checkouts of other extensions, each in the folder of its name")
 
 
 def pytest_collection_modifyitems(items):
@@ -69,6 +70,19 @@ def need(models):
     return check
 
 
+@pytest.fixture(scope="session")
+def other_extension(request):
+    """``other_extension(name)`` gives the folder of another extension; the test is skipped if it is missing."""
+
+    def find(name: str) -> Path:
+        folder = request.config.getoption("--extensions", None)
+        if folder is None or not (Path(folder) / name).is_dir():
+            pytest.skip(f"needs {name}: --extensions DIR")
+        return Path(folder).resolve() / name
+
+    return find
+
+
 class _Rack:
     """At most one running WebUI: asking for another kind stops the one that runs."""
 
@@ -79,17 +93,17 @@ class _Rack:
         self._running: WebUI | None = None
         self._key: object = None
 
-    def start(self, flags=PLAIN_PRECISION, checkpoint=START, **settings) -> WebUI:
+    def start(self, flags=PLAIN_PRECISION, checkpoint=START, extensions=(), **settings) -> WebUI:
         self.stop()
         settings = {"sd_model_checkpoint": f"{checkpoint}.safetensors", **settings}
-        data = prepare_data(self._new_folder(), self._models, settings)
+        data = prepare_data(self._new_folder(), self._models, settings, extensions)
         self._running = WebUI(self._installation, data, flags)
         return self._running
 
-    def shared(self) -> WebUI:
-        if self._running is None or self._key != "shared":
-            self.start()
-            self._key = "shared"
+    def shared(self, *extensions: Path) -> WebUI:
+        if self._running is None or self._key != extensions:
+            self.start(extensions=extensions)
+            self._key = extensions
         return self._running
 
     def stop(self) -> None:

@@ -102,8 +102,8 @@ class Models:
         return [] if self.folder is None else list(self.folder.glob(pattern))
 
 
-def prepare_data(data: Path, models: Models, settings: Mapping[str, Any]) -> Path:
-    """Fill a data folder: the extension, the probe, links to checkpoints and LoRAs, the configuration."""
+def prepare_data(data: Path, models: Models, settings: Mapping[str, Any], extensions: Iterable[Path] = ()) -> Path:
+    """Fill a data folder: the extension, the probe, others, links to checkpoints and LoRAs, the configuration."""
     for folder in ("models/Stable-diffusion", "models/Lora", "models/VAE", "extensions"):
         (data / folder).mkdir(parents=True)
     for checkpoint in models.checkpoints():
@@ -124,6 +124,8 @@ def prepare_data(data: Path, models: Models, settings: Mapping[str, Any]) -> Pat
         elif source.exists():
             shutil.copy(source, extension)
     shutil.copytree(Path(__file__).parent / "probe", data / "extensions" / "fp8-live-probe", ignore=ignore)
+    for other in extensions:
+        shutil.copytree(other, data / "extensions" / other.name, ignore=shutil.ignore_patterns("__pycache__", ".git"))
     (data / "config.json").write_text(json.dumps({**SETTINGS, **settings}), encoding="utf8")
     return data
 

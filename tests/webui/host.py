@@ -22,7 +22,7 @@ from lib_fp8 import QuantWeight
 
 STANDINS = Path(__file__).parent / "standins"
 SCRIPT = ROOT / "scripts" / "fp8_weight.py"
-FOREIGN = ("modules", "gradio", "fastapi", "networks")
+FOREIGN = ("modules", "gradio", "fastapi", "networks", "network_families")
 LAYER_TYPES = (nn.Module, nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
 PATCHED = ("forward", "load_state_dict", "_load_from_state_dict")
 

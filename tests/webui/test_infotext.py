@@ -125,7 +125,7 @@ class TestTheWebUIsOwn:
         }
         ready.job(**overrides)
         ready.assert_packed("a", "float8_e4m3fn unscaled")
-        assert len(ready.quantized()) == 12  # all Linear and Conv2d but those of the VAE
+        assert len(ready.quantized()) == 13  # all Linear and Conv2d but those of the VAE
 
     def test_made_by_the_built_in_conversion(self, newest):
         """Written by the WebUI without the extension, pasted with it."""

@@ -7,7 +7,7 @@ import torch
 from helpers import FORMAT_NAMES, failing_pack, need_format, need_kernels
 
 DEFAULT = FORMAT_NAMES[0]
-BLOCK = "model.diffusion_model.input_blocks.1.0.in_layers.2"
+BLOCK = [f"model.diffusion_model.input_blocks.1.0.{name}" for name in ("in_layers.2", "skip_connection")]
 ATTENTION = [f"model.diffusion_model.middle_block.0.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")]
 MMDIT = [f"model.diffusion_model.joint_blocks.0.attn.{name}" for name in ("qkv", "proj")]
 CLIP = [f"transformer.text_model.encoder.layers.0.{name}" for name in ("self_attn.q_proj", "mlp.fc1")]
@@ -19,10 +19,10 @@ def under(prefix, names):
 
 
 PARTS = {
-    "sd1": {"UNet": [BLOCK, *ATTENTION], "fp8_clip_l": under("cond_stage_model", CLIP)},
-    "sd2": {"UNet": [BLOCK, *ATTENTION], "fp8_open_clip": under("cond_stage_model", OPEN_CLIP)},
+    "sd1": {"UNet": [*BLOCK, *ATTENTION], "fp8_clip_l": under("cond_stage_model", CLIP)},
+    "sd2": {"UNet": [*BLOCK, *ATTENTION], "fp8_open_clip": under("cond_stage_model", OPEN_CLIP)},
     "sdxl": {
-        "UNet": [BLOCK, *ATTENTION],
+        "UNet": [*BLOCK, *ATTENTION],
         "fp8_clip_l": under("conditioner.embedders.0", CLIP),
         "fp8_open_clip": under("conditioner.embedders.1", OPEN_CLIP),
     },
@@ -439,7 +439,7 @@ class TestTheEmptyPrompt:
         assert host.model.cond_stage_model_empty_prompt is encoded
         host.set(**{encoder: True})
         packed = host.model.cond_stage_model_empty_prompt
-        assert not torch.equal(packed, full)
+        assert packed is not encoded
         assert torch.equal(packed, self.fresh(host))
         host.set(**{encoder: False})
         assert torch.equal(host.model.cond_stage_model_empty_prompt, full)
@@ -483,7 +483,7 @@ class TestSwitchingTheExtensionOff:
         (host.folder / "a.safetensors").unlink()
         host.reload_ui(extension=False)
         assert not host.quantized()
-        assert "7 layers were decoded from 8 bits instead" in capsys.readouterr().err
+        assert "8 layers were decoded from 8 bits instead" in capsys.readouterr().err
         for (name, now), was in zip(host.fingerprint().items(), plain.values()):
             assert now[:2] == was[:2], name
         assert host.job().pictures
@@ -536,7 +536,7 @@ def test_console_says_what_was_done(host, capsys):
     host.checkpoint()
     host.start(fp8_clip_l=True, **ON)
     said = capsys.readouterr().out
-    assert "FP8 weight: UNet 5 layers in float8_e4m3fn, 5 kept" in said
+    assert "FP8 weight: UNet 6 layers in float8_e4m3fn, 5 kept" in said
     assert "CLIP-L 2 layers in float8_e4m3fn, 0 kept" in said
 
 

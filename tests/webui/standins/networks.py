@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 from modules import at_least, devices, patches, shared, tiny_models
+from network_families import create_module  # noqa: F401  # how files become modules
 
 loaded_networks = []
 extra_network_lora = SimpleNamespace(errors={})
@@ -165,8 +166,8 @@ _LAYERS = (
 class LoraPatches:
     def __init__(self):
         for cls in _LAYERS:
-            patches.patch("lora", cls, "forward", self._merging(cls.forward))
-            patches.patch("lora", cls, "_load_from_state_dict", self._resetting(cls._load_from_state_dict))
+            patches.patch(__name__, cls, "forward", self._merging(cls.forward))
+            patches.patch(__name__, cls, "_load_from_state_dict", self._resetting(cls._load_from_state_dict))
 
     @staticmethod
     def _merging(original):
@@ -188,8 +189,8 @@ class LoraPatches:
 
     def undo(self):
         for cls in _LAYERS:
-            patches.undo("lora", cls, "forward")
-            patches.undo("lora", cls, "_load_from_state_dict")
+            patches.undo(__name__, cls, "forward")
+            patches.undo(__name__, cls, "_load_from_state_dict")
 
 
 def assign_network_names_to_compvis_modules(sd_model):

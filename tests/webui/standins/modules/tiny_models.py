@@ -1,5 +1,7 @@
 """Models of a few hundred weights whose tensors have the names of SD1, SD2, SDXL and SD3."""
 
+import zlib
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -39,9 +41,10 @@ class _ResBlock(nn.Module):
         super().__init__()
         self.in_layers = nn.Sequential(_GroupNorm(2, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1))
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(8, width))
+        self.skip_connection = nn.Conv2d(width, width, 1)
 
     def forward(self, x, emb):
-        return x + self.in_layers(x) + self.emb_layers(emb)[..., None, None]
+        return self.skip_connection(x) + self.in_layers(x) + self.emb_layers(emb)[..., None, None]
 
 
 class _UNet(nn.Module):
@@ -197,9 +200,9 @@ class StableDiffusion(nn.Module):
 
 def state_dict(kind, seed, dtype):
     """What a checkpoint file of that kind holds: values of the usual size, which float16 cannot hold exactly."""
-    generator = torch.Generator().manual_seed(seed)
-    values = {}
+    generator, values = torch.Generator(), {}
     for name, tensor in StableDiffusion(kind).state_dict().items():
+        generator.manual_seed(seed + zlib.crc32(name.encode()))
         spread = 1.0 if tensor.dim() < 2 else 0.05
         values[name] = (torch.randn(tensor.shape, generator=generator) * spread).to(dtype)
     return values

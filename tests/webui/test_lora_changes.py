@@ -1,0 +1,362 @@
+"""Networks that change: from step to step, in place, by other extensions, by the old method. Never stale or twice."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+from helpers import to_numpy
+
+from lib_fp8 import QuantWeight
+from webui.nets import CLIP, IN_8_BITS, KEPT, LINEAR_AND_CONV, ON, TO_OUT, TO_Q, coarse, fine
+from webui.test_lora_families import Library
+
+RUN_TIME = {"run time": len(IN_8_BITS)}
+FILE = {"checkpoint file": len(IN_8_BITS)}
+
+
+def layers(host):
+    return host.panel.status()["lora_layers"]
+
+
+class Counted:
+    """Counts how often the modules of networks are asked for their deltas."""
+
+    def __init__(self, monkeypatch, *networks):
+        self.calls = []
+        for net in networks:
+            for name, module in net.modules.items():
+                monkeypatch.setattr(module, "calc_updown", self.counting(name, module.calc_updown))
+
+    def counting(self, name, original):
+        def calc_updown(orig_weight):
+            self.calls.append(name)
+            return original(orig_weight)
+
+        return calc_updown
+
+    def __call__(self):
+        found, self.calls = self.calls, []
+        return sorted(found)
+
+
+class TestNothingIsDoneWithoutNeed:
+    def test_the_same_again(self, sd1, nets, monkeypatch):
+        a = nets.make("a")
+        count = Counted(monkeypatch, a)
+        sd1.run_networks(a)
+        assert count() == sorted(LINEAR_AND_CONV)
+        sd1.run_networks(a)
+        assert count() == []
+
+    def test_another_network_elsewhere(self, sd1, nets, monkeypatch):
+        a, b = nets.make("a", [TO_Q]), nets.make("b", [TO_OUT])
+        count = Counted(monkeypatch, a, b)
+        sd1.run_networks(a)
+        sd1.run_networks(a, b)
+        assert count() == sorted([TO_Q, TO_OUT])
+        sd1.run_networks(b, a)
+        assert count() == []
+
+    def test_the_strength_for_the_text_encoder(self, host, monkeypatch):
+        host.checkpoint()
+        host.start(**ON)
+        net = Library(host).make("a", "lora", [TO_Q, CLIP])
+        count = Counted(monkeypatch, net)
+        host.run_networks(net)
+        count()
+        net.te_multiplier = 0.25
+        host.run_networks(net)
+        assert count() == [CLIP]
+
+    def test_strength_zero(self, sd1, nets, monkeypatch):
+        base, a = sd1.fingerprint(), nets.make("a", multiplier=0)
+        count = Counted(monkeypatch, a)
+        sd1.run_networks(a)
+        assert count() == []
+        assert sd1.fingerprint() == base
+
+    def test_originals_are_not_read(self, sd1, nets, monkeypatch):
+        a = nets.make("a")
+        sd1.run_networks(a)
+        originals = sd1.storage.record_of(sd1.model).originals
+        monkeypatch.setattr(originals.file, "tensor", lambda name: pytest.fail("read"))
+        sd1.run_networks(a)
+        nets.assert_merged(a)
+
+
+class TestChangesInPlace:
+    @pytest.mark.parametrize("change", ["written", "replaced"])
+    def test_of_a_tensor(self, sd1, nets, change):
+        a = nets.make("a")
+        sd1.run_networks(a)
+        for module in a.modules.values():
+            if change == "written":
+                module.up *= 0.5
+            else:
+                module.up = torch.nn.Parameter(module.up * 0.5)
+        sd1.run_networks(a)
+        nets.assert_merged(a)
+
+    def test_of_a_module_within(self, host):
+        """sd-webui-lora-block-weight replaces the weight of ``up_model``."""
+        host.checkpoint()
+        host.start(**ON)
+        library = Library(host)
+        net = library.make("a", "lora", [TO_Q])
+        host.run_networks(net)
+        up = net.modules[TO_Q].up_model
+        up.weight = torch.nn.Parameter(up.weight * 0.5)
+        tensors = library.files[net, TO_Q]
+        library.files[net, TO_Q] = {**tensors, "lora_up.weight": to_numpy(up.weight)}
+        host.run_networks(net)
+        library.assert_merged(TO_Q, [net])
+
+    def test_of_a_number(self, sd1, host):
+        library = Library(host)
+        net = library.make("a", "lora", [TO_Q])
+        host.run_networks(net)
+        net.modules[TO_Q].alpha = 4.0
+        library.files[net, TO_Q]["alpha"] = torch.tensor(4.0).numpy()
+        host.run_networks(net)
+        library.assert_merged(TO_Q, [net])
+
+    def test_of_the_file(self, sd1, nets):
+        """It was trained further and loaded again: the same name, other tensors, other layers."""
+        sd1.run_networks(nets.make("a", [TO_Q]))
+        again = nets.make("a", [TO_OUT])
+        sd1.run_networks(again)
+        nets.assert_merged(again)
+
+    def test_books_reset_by_others(self, sd1, nets):
+        """Other extensions empty network_current_names to have networks merged anew: once, not twice."""
+        a = nets.make("a")
+        sd1.run_networks(a)
+        for layer in sd1.layers.values():
+            layer.network_current_names = ()
+        sd1.run_networks(a)
+        nets.assert_merged(a)
+
+
+class TestFromStepToStep:
+    def steps(self, host, *networks, strengths):
+        """One pass: the strength of the first network at each step."""
+        for step, strength in enumerate(strengths):
+            host.shared.state.sampling_step = step
+            networks[0].unet_multiplier = strength
+            host.run_networks(*networks)
+            yield step
+
+    def test_many_changes(self, sd1, host):
+        """They are added at run time from the second change on, and merged again in the next pass."""
+        library, bits = Library(host), sd1.fingerprint()
+        a, b = library.make("a", "lora", LINEAR_AND_CONV), library.make("b", "loha", LINEAR_AND_CONV)
+        for _ in range(2):
+            for step in self.steps(sd1, a, b, strengths=[1, 0.8, 0.6, 0.4, 0]):
+                assert layers(sd1) == (FILE if step < 2 else RUN_TIME)
+                for name in LINEAR_AND_CONV:
+                    at_run_time = step > 1 and name in IN_8_BITS
+                    (library.assert_added if at_run_time else library.assert_merged)(name, [a, b])
+        sd1.shared.state.sampling_step = 0
+        sd1.run_networks(a, b)
+        assert layers(sd1) == FILE
+        sd1.run_networks()
+        assert sd1.fingerprint() == bits
+
+    def test_start_and_stop(self, sd1, nets):
+        """A single change within a pass is merged."""
+        a = nets.make("a")
+        for _ in self.steps(sd1, a, strengths=[0, 0, 1, 1]):
+            nets.assert_merged(a)
+        assert layers(sd1) == FILE
+
+    def test_only_the_factor_is_new(self, sd1, host, monkeypatch):
+        """The tensors of a LoRA are moved to the device once."""
+        net = Library(host).make("a", "lora", [TO_Q])
+        branches = []
+        for step in self.steps(sd1, net, strengths=[1, 0.9, 0.8, 0.7]):
+            if step > 1:
+                branches.append(host.layers[TO_Q].weight.branches[0])
+        assert branches[0].up is branches[1].up
+        assert branches[0].factor != branches[1].factor
+
+    def test_strengths_that_are_computed(self, sd1, nets, monkeypatch):
+        """sd-webui-loractl turns the strengths into properties: then networks are added at run time at once."""
+        strength = {"now": 1.0}
+        networks_class = type("Network", (sd1.networks.Network,), {})
+        networks_class.unet_multiplier = property(lambda self: strength["now"], lambda self, value: None)
+        a, bits = nets.make("a"), sd1.fingerprint()
+        a.__class__ = networks_class
+        vars(a).pop("unet_multiplier")
+        sd1.run_networks(a)
+        assert layers(sd1) == RUN_TIME
+        seen = {name: sd1.layers[name].weight.dequantize() for name in IN_8_BITS}
+        strength["now"] = 0.5
+        sd1.run_networks(a)
+        assert all(not torch.equal(seen[name], sd1.layers[name].weight.dequantize()) for name in IN_8_BITS)
+        sd1.run_networks()
+        assert sd1.fingerprint() == bits
+
+
+def both_ways(host, library, net):
+    """Values with a network merged, and added at run time."""
+    found = []
+    for choice in ("Merge from checkpoint file", "Add at run time"):
+        host.set(fp8_lora=choice)
+        host.run_networks(net)
+        found.append({name: to_numpy(host.layers[name].weight.dequantize(torch.float32)) for name in IN_8_BITS})
+    return found
+
+
+@pytest.mark.parametrize("family", ["lora", "loha", "full", "ia3-input"])
+def test_both_ways_agree_within_rounding(sd1, host, family):
+    library = Library(host)
+    net = library.make("a", family, IN_8_BITS)
+    merged, added = both_ways(host, library, net)
+    for name in merged:
+        largest = abs(library.original(name)).max()
+        assert abs(merged[name] - added[name]).max() <= largest / 8, "two roundings to three bits of mantissa"
+
+
+class TestTheOldMethod:
+    """lora_functional: networks act beside the layers, which must be whole."""
+
+    def test_on_and_off_while_merged(self, sd1, nets):
+        bits, a = sd1.fingerprint(), nets.make("a", [TO_Q, TO_OUT])
+        sd1.networks.loaded_networks[:] = [a]
+        merged = sd1.job().pictures[0]
+        sd1.opts.lora_functional = True
+        beside = sd1.job().pictures[0]
+        assert sd1.fingerprint() == bits
+        assert torch.allclose(beside, merged, rtol=0.1, atol=0.1)
+        sd1.networks.loaded_networks.clear()
+        without = sd1.job().pictures[0]
+        assert not torch.equal(without, beside)
+        sd1.networks.loaded_networks[:] = [a]
+        sd1.opts.lora_functional = False
+        assert torch.equal(sd1.job().pictures[0], merged)
+
+    def test_nothing_is_stale_without_networks(self, sd1, nets):
+        """The Lora extension leaves merged layers alone where nothing is loaded."""
+        bits = sd1.fingerprint()
+        sd1.networks.loaded_networks[:] = [nets.make("a")]
+        sd1.job()
+        sd1.networks.loaded_networks.clear()
+        sd1.opts.lora_functional = True
+        sd1.job()
+        now = sd1.fingerprint()
+        assert all(now[name] == bits[name] for name in bits if name.startswith("model."))  # all that was called
+
+
+@pytest.fixture
+def second(sd1):
+    """a1111-sd-webui-lycoris: the Lora extension once more, with networks of its own and the same books."""
+    module = types.ModuleType("l_networks")
+    source = importlib.util.find_spec("networks").loader.get_source("networks")
+    sys.modules["l_networks"] = module
+    exec(compile(source, "l_networks.py", "exec"), vars(module))
+    patches = module.LoraPatches()
+    sys.modules["lib_fp8.webui"].install()
+    yield module
+    patches.undo()
+    del sys.modules["l_networks"]
+
+
+class TestASecondLoraExtension:
+    def test_both_act(self, sd1, second, nets):
+        bits, a, b = sd1.fingerprint(), nets.make("a"), nets.make("b")
+        second.loaded_networks[:] = [b]
+        sd1.run_networks(a)
+        nets.assert_merged(a, b)
+        second.loaded_networks.clear()
+        sd1.run_networks(a)
+        nets.assert_merged(a)
+        sd1.run_networks()
+        assert sd1.fingerprint() == bits
+
+    def test_they_do_not_undo_each_other(self, sd1, second, nets, monkeypatch):
+        a, b = nets.make("a"), nets.make("b")
+        sd1.networks.loaded_networks[:], second.loaded_networks[:] = [a], [b]
+        sd1.job()
+        count = Counted(monkeypatch, a, b)
+        sd1.job()
+        assert count() == []
+
+
+def test_a_bias_that_was_in_the_file_is_added_once(host, monkeypatch):
+    """The Lora extension adds the sparse bias of a network into the network's own tensor."""
+    host.checkpoint()
+    host.start(**ON)
+    library = Library(host)
+    net = library.make("a", "full", [TO_Q], dtype=torch.float32)
+    module = net.modules[TO_Q]
+    module.bias = torch.ones(module.shape) * 0.01
+    before = module.weight.clone()
+    for strength in (1, 0.5, 1):
+        net.unet_multiplier = strength
+        host.run_networks(net)
+    assert torch.equal(module.weight, before)
+
+
+def test_several_checkpoints_keep_their_own(host, nets):
+    """Two models in memory: each has the networks in it that it was used with, and nothing of the other."""
+    host.checkpoint()
+    other = host.checkpoint("b", seed=2)
+    host.start(sd_checkpoints_limit=2, **ON)
+    first, bits = host.model.sd_checkpoint_info, host.fingerprint()
+    a = nets.make("a")
+    host.run_networks(a)
+    host.switch_to(other)
+    host.assert_packed("b", "float8_e4m3fn")
+    host.run_networks(nets.make("c"))
+    host.switch_to(first)
+    host.run_networks(a)
+    nets.assert_merged(a)
+    host.run_networks()
+    assert host.fingerprint() == bits
+    host.switch_to(other)
+    host.run_networks()
+    host.assert_packed("b", "float8_e4m3fn")
+
+
+def test_pace_is_of_the_pass_alone(newest):
+    """Whatever was made before: the same strengths at the same steps give the same answers."""
+    newest.start()
+    steps = [(0, "a"), (1, "b"), (2, "c"), (3, "c"), (4, "d")]
+
+    def a_pass(pace):
+        return [pace.is_fast(((1, strength),), step) for step, strength in steps]
+
+    fresh = a_pass(newest.pace.Pace())
+    used = newest.pace.Pace()
+    assert fresh == [False, False, True, True, True]
+    assert a_pass(used) == a_pass(used) == fresh
+
+
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+def test_an_interrupted_write_is_mended(sd1, nets, monkeypatch, kind):
+    """The layer in which it happened is written anew, from its original."""
+    a, b, bits = nets.make("a", bias=True), nets.make("b", bias=True), sd1.fingerprint()
+    sd1.run_networks(a)
+    store = QuantWeight.store_
+    monkeypatch.setattr(QuantWeight, "store_", lambda *_: (_ for _ in ()).throw(kind()))
+    with pytest.raises(kind):
+        sd1.run_networks(b)
+    monkeypatch.setattr(QuantWeight, "store_", store)
+    sd1.run_networks(b)
+    nets.assert_merged(b)
+    sd1.run_networks(a)
+    nets.assert_merged(a)
+    sd1.run_networks()
+    assert sd1.fingerprint() == bits
+
+
+def test_the_global_generator_is_not_used(sd1, nets):
+    state = torch.random.get_rng_state()
+    sd1.run_networks(nets.make("a", factors=fine), nets.make("b", factors=coarse))
+    sd1.set(fp8_lora="Add at run time")
+    sd1.run_networks(nets.make("a", [KEPT, *IN_8_BITS]))
+    assert torch.equal(torch.random.get_rng_state(), state)
