@@ -39,7 +39,7 @@ def test_flags(flags, start):
     assert 20 < on_lora.psnr(plain_lora) < float("inf")
     assert client.txt2img() == on
     assert client.probe("parameters") == bits
-    assert client.status()["lora_layers_from_8_bit"] == 0
+    assert client.status()["lora_layers"] == {}
 
     client.set(fp8_format="int8")
     assert client.txt2img().psnr(plain) > on.psnr(plain)

@@ -149,19 +149,26 @@ def test_lora_stays_right_when_the_storage_changes(enabled: Client):
     assert enabled.txt2img() == without
 
 
-def test_base_may_be_the_stored_weight(enabled: Client):
-    """The other choice of "LoRA base", by every way: another picture, still close, and the very bits back."""
+CHOICES = {"Add at run time": "run time", "Merge from copy in RAM": "copy in RAM"}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_other_ways_of_applying(enabled: Client, choice, console):
+    """By settings, override and paste; the panel and the console say which; and the very bits back."""
     bits, prompt = enabled.probe("parameters"), with_loras("shapes-outline")
     exact = enabled.txt2img(prompt)
-    assert enabled.status()["lora_layers_from_8_bit"] == 0
-    overridden = enabled.txt2img(prompt, override_settings={"fp8_lora": "8-bit weights"})
+    assert list(enabled.status()["lora_layers"]) == ["checkpoint file"]
+    overridden = enabled.txt2img(prompt, override_settings={"fp8_lora": choice})
     assert enabled.txt2img(prompt) == exact
-    enabled.set(fp8_lora="8-bit weights")
-    applied = enabled.txt2img(prompt)
-    assert enabled.status()["lora_layers_from_checkpoint"] == 0
+    with console() as said:
+        enabled.set(fp8_lora=choice)
+        applied = enabled.txt2img(prompt)
+    assert "FP8 weight: LoRA " in said()
+    assert list(enabled.status()["lora_layers"]) == [CHOICES[choice]]
     assert applied == overridden
-    assert 20 < applied.psnr(exact) < float("inf")
-    enabled.set(fp8_lora="Checkpoint file")
+    assert applied.psnr(exact) > 20
+    assert (applied == exact) == (choice == "Merge from copy in RAM")
+    enabled.set(fp8_lora="Merge from checkpoint file")
     assert enabled.txt2img(prompt, override_settings=enabled.probe("paste", text=applied.infotext)) == applied
     enabled.txt2img()
     assert enabled.probe("parameters") == bits
@@ -188,7 +195,7 @@ def test_text_encoders_and_other_models(checkpoint, loras, webui: Client, shared
     without, bits = webui.txt2img(), webui.probe("parameters")
     assert webui.txt2img(with_loras(*loras)) != without
     assert check_merged(webui, shared_webui.data, models.find(checkpoint)) > 0
-    assert webui.status()["lora_layers_from_8_bit"] == 0
+    assert list(webui.status()["lora_layers"]) == ["checkpoint file"]
     assert webui.txt2img() == without
     assert webui.probe("parameters") == bits
 

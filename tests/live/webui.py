@@ -75,7 +75,7 @@ class Installation:
     def version(self) -> tuple[int, ...]:
         """The newest release in its change log."""
         heading = (self.folder / "CHANGELOG.md").read_text(encoding="utf8").split(maxsplit=2)[1]
-        return tuple(int(part) for part in heading.split("."))
+        return tuple(int(part) for part in heading.partition("-")[0].split("."))  # 1.8.0 calls itself 1.8.0-RC
 
 
 @dataclass(frozen=True)

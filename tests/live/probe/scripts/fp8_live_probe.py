@@ -154,6 +154,12 @@ def save_weights(names, path):
     np.savez(path, **found)
 
 
+def save_values(names, path):
+    """Write weights into an npz file as a reader sees them: in float32, with whatever is added to them."""
+    tensors = _tensors(shared.sd_model)
+    np.savez(path, **{name: tensors[name].float().detach().cpu().double().numpy() for name in names})
+
+
 def patched():
     """The functions that the product has replaced, and those that are still its own."""
     owners = {name: module for name, module in sys.modules.items() if name.startswith("lib_fp8.webui")}
