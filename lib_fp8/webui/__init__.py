@@ -37,10 +37,15 @@ def install() -> None:
 def register_callbacks(extension_name: str) -> None:
     """Register with the WebUI; it forgets all callbacks when the UI is reloaded."""
     script_callbacks.on_ui_settings(_options.arrange)
-    script_callbacks.on_before_ui(xyz.add_axes)
+    script_callbacks.on_before_ui(_all_scripts_are_loaded)
     script_callbacks.on_infotext_pasted(infotext.complete_pasted)
     script_callbacks.on_app_started(panel.add_route)
     script_callbacks.on_script_unloaded(lambda: uninstall(extension_name))
+
+
+def _all_scripts_are_loaded() -> None:
+    xyz.add_axes()
+    lora.install(_patches)  # for a Lora extension that was loaded after this one
 
 
 def uninstall(extension_name: str) -> None:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from modules import shared
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from lib_fp8.branch import LowRank
 
-_HOSTS = ("networks", "l_networks")
+_HOSTS = {"networks": "lora_functional", "l_networks": "lyco_functional"}
+"""Module that holds networks to the option by which its networks act beside the layers instead of in their weights."""
 
 
 def hosts() -> list[Any]:
@@ -27,9 +29,11 @@ def hosts() -> list[Any]:
 
 
 def _loaded() -> Iterator[tuple[Any, Any]]:
+    """(host, network) for all that are to act in the weights."""
     for host in hosts():
-        for net in host.loaded_networks:
-            yield host, net
+        if not shared.opts.data.get(_HOSTS[host.__name__], False):
+            for net in host.loaded_networks:
+                yield host, net
 
 
 _TOKEN = "fp8_token"

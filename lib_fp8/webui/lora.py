@@ -39,56 +39,87 @@ _NOTE = "fp8_networks"
 """Attribute of a layer: the note of what was done to it."""
 _SEEN = "fp8_networks_seen"
 """Attribute of a layer: the networks it was brought to."""
+_IS_READY = "fp8_is_ready"
+"""Attribute of a layer while networks act beside it: its weights are as they have to be."""
 _NAMES = "network_current_names"
 """Attribute of a layer: the Lora extension's own; whoever resets it wants the networks to be merged anew."""
 
 
 def install(patches: Patches) -> None:
-    """Take over the merging of networks; does nothing where no Lora extension is loaded."""
-    pace = Pace()
+    """Take over the merging of networks, from every Lora extension that is loaded and was not there before."""
     for host in hosts():
-        patches.replace(host, "network_apply_weights", partial(_applying, pace))
-        patches.replace(host, "network_restore_weights_from_backup", _taking_out_first)
-        patches.replace(host, "network_forward", _taking_out_first)  # lora_functional: networks act beside the layer
+        if patches.replaces(host, "network_apply_weights"):
+            continue
+        patches.replace(host, "network_apply_weights", _applying)
+        patches.replace(host, "network_forward", _acting_beside)
+        patches.replace(host, "network_restore_weights_from_backup", _restoring)
         patches.replace(host, "network_reset_cached_weight", _resetting)
 
 
-def _applying(pace: Pace, original: Callable[..., None]) -> Callable[..., None]:
+_pace = Pace()
+
+
+def _applying(original: Callable[..., None]) -> Callable[..., None]:
     def network_apply_weights(self: torch.nn.Module) -> None:
-        layer_name = getattr(self, "network_layer_name", None)
-        if layer_name is None:
-            return
-        now, seen, note = wanted(), vars(self).get(_SEEN, _NOTHING), _note_on(self)
-        changing = pace.is_fast(now, shared.state.sampling_step)
-        if seen.wanted == now and seen.names is vars(self).get(_NAMES) and (note is None or note.is_current(changing)):
-            return
-        record = record_of(shared.sd_model)
-        slots = slots_of(self)
-        if record.applied == FULL_PRECISION or slots is None:
+        if not _bring_up_to_date(self):
             original(self)
-            return
-        with torch.no_grad():
-            _apply(record, self, layer_name, slots, changing)
-        names = wanted_names()
-        vars(self).update({_NAMES: names, _SEEN: _Seen(now, names)})
 
     return network_apply_weights
 
 
-def _taking_out_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    def take_out_first(layer: torch.nn.Module, *args: Any) -> Any:
-        if _note_on(layer) is not None:
-            with torch.no_grad():
-                _take_out(record_of(shared.sd_model), layer)
-        return original(layer, *args)
+def _bring_up_to_date(layer: torch.nn.Module) -> bool:
+    """Bring a layer to the loaded networks; False where that is left to the Lora extension."""
+    layer_name = getattr(layer, "network_layer_name", None)
+    if layer_name is None:
+        return True
+    now, seen, note = wanted(), vars(layer).get(_SEEN, _NOTHING), _note_on(layer)
+    changing = _pace.is_fast(now, shared.state.sampling_step)
+    if seen.wanted == now and seen.names is vars(layer).get(_NAMES) and (note is None or note.is_current(changing)):
+        return True
+    record = record_of(shared.sd_model)
+    slots = slots_of(layer)
+    if record.applied == FULL_PRECISION or slots is None:
+        return False
+    with torch.no_grad():
+        _apply(record, layer, layer_name, slots, changing)
+    names = wanted_names()
+    vars(layer).update({_NAMES: names, _SEEN: _Seen(now, names)})
+    return True
 
-    return take_out_first
+
+def _acting_beside(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With lora_functional the Lora extension restores the layer at each call, and adds what its networks give."""
+
+    def network_forward(layer: torch.nn.Module, *args: Any) -> Any:
+        if not _bring_up_to_date(layer):
+            return original(layer, *args)
+        vars(layer)[_IS_READY] = True
+        try:
+            return original(layer, *args)
+        finally:
+            vars(layer).pop(_IS_READY, None)
+
+    return network_forward
+
+
+def _restoring(original: Callable[..., None]) -> Callable[..., None]:
+    def network_restore_weights_from_backup(self: torch.nn.Module) -> None:
+        if _IS_READY in vars(self):
+            return
+        if _note_on(self) is not None:
+            with torch.no_grad():
+                _take_out(record_of(shared.sd_model), self)
+        original(self)
+
+    return network_restore_weights_from_backup
 
 
 def _resetting(original: Callable[..., None]) -> Callable[..., None]:
     """The weights are about to be loaded, so nothing is in them any more; only an added bias would stay."""
 
     def network_reset_cached_weight(self: torch.nn.Module) -> None:
+        if _IS_READY in vars(self):
+            return
         note, slots = _note_on(self), slots_of(self)
         if note is not None and slots is not None:
             if note.changes.written(slots.bias.key) and note.changes.backups.get(slots.bias.key) is None:

@@ -22,6 +22,10 @@ class Patches:
         patches.patch(_KEY, owner, name, make(original))
         self._applied.append((owner, name))
 
+    def replaces(self, owner: Any, name: str) -> bool:
+        """Whether ``owner.name`` is replaced."""
+        return (owner, name) in self._applied
+
     def undo(self) -> None:
         """Put all originals back, in reverse order; does nothing where nothing is replaced."""
         while self._applied:

@@ -259,13 +259,39 @@ def second(sd1):
     sys.modules["l_networks"] = module
     exec(compile(source, "l_networks.py", "exec"), vars(module))
     patches = module.LoraPatches()
-    sys.modules["lib_fp8.webui"].install()
+    sd1.script_callbacks.run("before_ui")
     yield module
     patches.undo()
     del sys.modules["l_networks"]
 
 
 class TestASecondLoraExtension:
+    @pytest.mark.parametrize("beside", ["lora_functional", "lyco_functional", "both"])
+    def test_one_merges_and_one_acts_beside(self, sd1, second, nets, beside, monkeypatch):
+        """Each network acts once, in whichever way, and nothing is merged again and again."""
+        bits = sd1.fingerprint()
+        a, b = nets.make("a", [TO_Q, TO_OUT]), nets.make("b", [TO_Q, TO_OUT])
+        sd1.networks.loaded_networks[:], second.loaded_networks[:] = [a], [b]
+        merged = sd1.job().pictures[0]
+        for option in ("lora_functional", "lyco_functional"):
+            sd1.opts.data[option] = beside in (option, "both")
+        picture = sd1.job().pictures[0]
+        assert torch.allclose(picture, merged, rtol=0.1, atol=0.1)
+        in_weights = [
+            net for net, option in ((a, "lora_functional"), (b, "lyco_functional")) if beside not in (option, "both")
+        ]
+        nets.assert_merged(*in_weights, layers=[TO_Q, TO_OUT])
+        stores = []
+        store = QuantWeight.store_
+        monkeypatch.setattr(QuantWeight, "store_", lambda *args: (stores.append(1), store(*args))[1])
+        assert torch.equal(sd1.job().pictures[0], picture)
+        assert stores == []
+        sd1.networks.loaded_networks.clear()
+        second.loaded_networks.clear()
+        sd1.job()
+        now = sd1.fingerprint()
+        assert all(now[name] == bits[name] for name in bits if name.startswith("model."))
+
     def test_both_act(self, sd1, second, nets):
         bits, a, b = sd1.fingerprint(), nets.make("a"), nets.make("b")
         second.loaded_networks[:] = [b]

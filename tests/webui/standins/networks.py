@@ -6,6 +6,7 @@ import torch
 from modules import at_least, devices, patches, shared, tiny_models
 from network_families import create_module  # noqa: F401  # how files become modules
 
+_FUNCTIONAL = {"networks": "lora_functional", "l_networks": "lyco_functional"}[__name__]
 loaded_networks = []
 extra_network_lora = SimpleNamespace(errors={})
 
@@ -172,7 +173,7 @@ class LoraPatches:
     @staticmethod
     def _merging(original):
         def forward(self, *args, **kwargs):
-            if shared.opts.lora_functional and not isinstance(self, torch.nn.MultiheadAttention):
+            if shared.opts.data.get(_FUNCTIONAL, False) and not isinstance(self, torch.nn.MultiheadAttention):
                 return network_forward(self, *args, original)
             network_apply_weights(self)
             return original(self, *args, **kwargs)
