@@ -40,9 +40,9 @@ _TOKEN = "fp8_token"
 """Attribute of a network: what it is known by; a file that is loaded again is another network of the same name."""
 
 
-def wanted() -> tuple[Any, ...]:
+def wanted() -> list[Any]:
     """(token, strengths ...) of every loaded network."""
-    return tuple((_token(net), net.te_multiplier, net.unet_multiplier, net.dyn_dim) for _, net in _loaded())
+    return [(_token(net), net.te_multiplier, net.unet_multiplier, net.dyn_dim) for _, net in _loaded()]
 
 
 def _token(net: Any) -> object:
@@ -126,9 +126,12 @@ _STRUCTURE = ("network", "sd_module", "org_module")
 """Attributes of network modules that lead to the network and to the layer."""
 
 
+_CONTENTS = (torch.Tensor, torch.nn.Module, int, float, type(None))
+
+
 def _contents(part: Any) -> Iterator[_Entry]:
     for name, value in vars(part).items():
-        if name in _STRUCTURE:
+        if name in _STRUCTURE or not isinstance(value, _CONTENTS):
             continue
         yield vars(part), name, value, _version(value)
         if isinstance(value, torch.nn.Module):
@@ -202,7 +205,7 @@ def low_rank(use: Use, weight: torch.Tensor) -> LowRank | None:
     up, down = (model.weight.detach().flatten(1).to(weight.device) for model in (part.up_model, part.down_model))
     if part.network.dyn_dim is not None:
         up, down = up[:, : part.network.dyn_dim], down[: part.network.dyn_dim]
-    if (len(up), down.shape[1]) != (len(weight), weight[0].numel()):
+    if (len(up), down.shape[1]) != (len(weight), weight.numel() // len(weight)):
         return None
     return LowRank(up, down, use.factor())
 

@@ -134,11 +134,11 @@ def _resetting(original: Callable[..., None]) -> Callable[..., None]:
 class _Seen(NamedTuple):
     """The networks that a layer was brought to last, whether or not they act on it, and the names put down for them."""
 
-    wanted: tuple[Any, ...]
+    wanted: list[Any]
     names: tuple[Any, ...] | None
 
 
-_NOTHING = _Seen((), None)
+_NOTHING = _Seen([], None)
 
 
 @dataclass(frozen=True)

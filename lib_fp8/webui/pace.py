@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _TOLERATED = 1
@@ -16,10 +17,10 @@ class Pace:
 
     def __init__(self) -> None:
         self._step = 0
-        self._wanted: tuple[Any, ...] = ()
+        self._wanted: Sequence[Any] = ()
         self._changes = 0
 
-    def is_fast(self, wanted: tuple[Any, ...], step: int) -> bool:
+    def is_fast(self, wanted: Sequence[Any], step: int) -> bool:
         """Take note of the strengths at a sampling step, and say whether they change again and again.
 
         Args:

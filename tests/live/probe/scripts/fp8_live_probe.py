@@ -4,9 +4,12 @@ It knows the product by its attributes only (``qdata``, ``scale``, ``format``), 
 the code that is tested.
 """
 
+import copy
 import hashlib
 import inspect
+import re
 import sys
+import time
 import types
 
 import numpy as np
@@ -20,6 +23,7 @@ try:
 except ImportError:  # before 1.8
     from modules import generation_parameters_copypaste as infotext_utils
 
+_LORA_TARGETS = r"attn\d\.to_|ff\.net|proj_in|proj_out"
 _LEAVES = (
     torch.nn.Linear,
     torch.nn.Conv2d,
@@ -233,6 +237,67 @@ def unequal_to_plain_cast():
         if getattr(tensor, "qdata", None) is not None
         and _raw(tensor.qdata) != _raw(originals[name.replace(".wrapped.", ".")].half().to(torch.float8_e4m3fn))
     ]
+
+
+def write_lora(path, rank, seed):
+    """A LoRA in kohya's layout for every Linear and Conv2d of the UNet's attention blocks; the number of layers."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, module in shared.sd_model.model.diffusion_model.named_modules():
+        if not isinstance(module, (torch.nn.Linear, torch.nn.Conv2d)) or not re.search(_LORA_TARGETS, name):
+            continue
+        key, inner = "lora_unet_" + name.replace(".", "_"), (1, 1) * isinstance(module, torch.nn.Conv2d)
+        out, width = module.weight.shape[:2]
+        tensors[f"{key}.lora_up.weight"] = torch.randn(out, rank, *inner, generator=generator).half() * 0.01
+        tensors[f"{key}.lora_down.weight"] = torch.randn(rank, width, *inner, generator=generator).half() * 0.01
+        tensors[f"{key}.alpha"] = torch.tensor(rank / 2)
+    safetensors.torch.save_file(tensors, path)
+    return len(tensors) // 3
+
+
+def time_networks(names, way, rounds):
+    """Seconds for switching networks: of the WebUI's own code on float16 weights, and of one way of the product.
+
+    The float16 twin of the UNet lies beside the model; both are timed in turns, in the same process. A switch is what
+    the forwards of all layers of the UNet do when other networks are in the prompt.
+    """
+    networks = sys.modules["networks"]
+    own = patches.original("lib_fp8", networks, "network_apply_weights")
+    unet = shared.sd_model.model
+    twin = _float16_twin(unet)
+    networks.load_networks(names, dyn_dims=[None] * len(names))
+    files = dict(zip(names, list(networks.loaded_networks)))
+
+    def switch(root, apply, wanted):
+        networks.loaded_networks[:] = [files[name] for name in wanted]
+        start = time.perf_counter()
+        for module in root.modules():
+            if isinstance(module, _LEAVES[:-1]):
+                apply(module)
+        return time.perf_counter() - start
+
+    a, b = [names[0]], [names[1]]
+    steps = {"first": a, "another": b, "two": [*a, *b], "none": [], "a": a, "nothing changed": a}
+    found = {}
+    shared.opts.set("fp8_lora", way)
+    for _ in range(rounds):
+        for what, wanted in steps.items():
+            for label, root, apply in (("float16", twin, own), (way, unet, networks.network_apply_weights)):
+                found.setdefault((label, what), []).append(switch(root, apply, wanted))
+        for root, apply in ((twin, own), (unet, networks.network_apply_weights)):
+            switch(root, apply, [])
+    networks.loaded_networks.clear()
+    return [{"way": way, "step": step, "seconds": times} for (way, step), times in found.items()]
+
+
+def _float16_twin(module):
+    twin = copy.copy(module)
+    twin._modules, twin._parameters = {}, {}
+    for name, parameter in module._parameters.items():
+        value = None if parameter is None else parameter.detach().float().half()
+        twin._parameters[name] = None if value is None else torch.nn.Parameter(value, requires_grad=False)
+    for name, child in module._modules.items():
+        twin._modules[name] = None if child is None else _float16_twin(child)
+    return twin
 
 
 def loaded_checkpoints():
