@@ -21,6 +21,7 @@ from diffusers import UNet2DConditionModel
 import lib_fp8
 from demo.measures import signal_to_noise, stored_bytes
 from demo.variants import as_the_webui
+from lib_fp8.branch import LowRank
 
 LIMITS = {"float8_e4m3fn": 21.5, "int8": 37.0}
 """Lowest signal-to-noise ratio, in dB, with which `--check` is content; the size limit is below."""
@@ -60,11 +61,29 @@ def ours(storage_format: str) -> Callable[[torch.nn.Module], None]:
     return convert
 
 
+RANK = 32
+
+
+def with_run_time_lora(convert: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+    """The same with a LoRA added at run time in every attention block; it adds zeros, at the full cost."""
+
+    def convert_and_add(unet: torch.nn.Module) -> None:
+        convert(unet)
+        for name, layer in unet.named_modules():
+            weight = getattr(layer, "weight", None)
+            if "attentions" in name and isinstance(weight, lib_fp8.QuantWeight):
+                up, down = torch.zeros(len(weight), RANK), torch.randn(RANK, weight.numel() // len(weight))
+                weight.set_branches((LowRank(up, down, 1.0),))
+
+    return convert_and_add
+
+
 CONTESTANTS: dict[str, Callable[[torch.nn.Module], None]] = {
     "as the WebUI does it": as_the_webui,
     "quanto qfloat8": quanto("qfloat8"),
     "quanto qint8": quanto("qint8"),
     **{name: ours(name) for name in lib_fp8.format_names()},
+    "with a run-time LoRA": with_run_time_lora(ours(lib_fp8.format_names()[0])),
 }
 
 

@@ -198,6 +198,74 @@ class TestKindsOfLayers:
         assert not torch.equal(host.layers[TO_Q].weight, nets.original(TO_Q))
 
 
+class TestKindsOfLayersAtRunTime:
+    """The 8-bit values stay; what is read is their sum with the networks. What is not in 8 bits merges as always."""
+
+    @pytest.fixture
+    def started(self, host):
+        def start(kind, **options):
+            host.checkpoint(kind=kind)
+            host.start(fp8_lora="Add at run time", **{**ON, **options})
+            return host.fingerprint()
+
+        return start
+
+    def assert_added(self, weight, delta):
+        base = weight.without_branches(torch.float32).double()
+        torch.testing.assert_close(weight.dequantize(torch.float32).double(), base + delta, rtol=1e-5, atol=1e-6)
+
+    def test_attention(self, host, nets, started):
+        base, attention = started("sd2"), host.layers[ATTENTION]
+        a, b = (nets.make(name, PARTS, bias=True) for name in "ab")
+        before = attention.in_proj_weight.clone()
+        bias = attention.out_proj.bias.clone()
+        for used in ([a], [b, a], [b]):
+            host.run_networks(*used)
+            products = [
+                [net.modules[part].up.double() @ net.modules[part].down.double() for part in PARTS] for net in used
+            ]
+            assert_rounded_once(
+                attention.in_proj_weight, before.double() + sum(torch.cat(parts[:3]) for parts in products)
+            )
+            self.assert_added(attention.out_proj.weight, sum(parts[3] for parts in products))
+            added = sum(net.modules[PARTS[3]].bias for net in used)
+            assert torch.equal(attention.out_proj.bias, (bias.double() + added.double()).half())
+        assert host.networks.extra_network_lora.errors == {}
+        host.run_networks()
+        assert host.fingerprint() == base
+
+    def test_fused_query_key_value(self, newest, nets):
+        newest.checkpoint(kind="sd3")
+        newest.start(fp8_lora="Add at run time", **ON)
+        base, parts = newest.fingerprint(), [QKV + part for part in ("_q_proj", "_k_proj", "_v_proj")]
+        a = nets.make("a", parts)
+        newest.run_networks(a)
+        delta = torch.cat([a.modules[part].up.double() @ a.modules[part].down.double() for part in parts])
+        self.assert_added(newest.layers[QKV].weight, delta)
+        newest.run_networks()
+        assert newest.fingerprint() == base
+
+    def test_nine_channels_and_a_network_for_four(self, host, nets, started):
+        name, base = "diffusion_model_input_blocks_0_0", started("inpaint", fp8_keep_layers="")
+        net = host.networks.Network("a")
+        delta = coarse(16, 4, 3, 3, rng=nets.rng)
+        net.modules[name] = host.networks.NetworkModule(net, diff=delta)
+        host.run_networks(net)
+        self.assert_added(host.layers[name].weight, torch.nn.functional.pad(delta.double(), (0, 0, 0, 0, 0, 5)))
+        host.run_networks()
+        assert host.fingerprint() == base
+
+    def test_pictures_are_those_of_merged_networks(self, host, nets, started):
+        started("sd1")
+        before = host.job().pictures[0]
+        host.networks.loaded_networks[:] = [nets.make("a", multiplier=4)]
+        added = host.job().pictures[0]
+        host.set(fp8_lora="Merge from checkpoint file")
+        merged = host.job().pictures[0]
+        change = (merged - before).norm()
+        assert 0 < (merged - added).norm() < 0.2 * change
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
 class TestBiases:
     """A bias delta, to a layer that has a bias or has none, whatever the dtype of the network."""
