@@ -66,3 +66,11 @@ def _accepts_device_type() -> bool:
 
 autocast_enabled = _query_autocast if _accepts_device_type() else _query_autocast_before_2_4
 """``autocast_enabled(device_type) -> bool``: whether autocast acts on that kind of device in this thread."""
+
+
+_OUT_OF_MEMORY = (MemoryError, torch.cuda.OutOfMemoryError)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory has run out, of a device or of the machine."""
+    return isinstance(error, _OUT_OF_MEMORY) or "can't allocate memory" in str(error)  # the CPU allocator's words

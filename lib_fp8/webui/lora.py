@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from modules import shared
 
-from lib_fp8.branch import Computed, LowRank
+from lib_fp8.branch import Branch, Computed, LowRank
+from lib_fp8.capability import is_out_of_memory
 from lib_fp8.source import COPY, FILE
 from lib_fp8.webui.deltas import (
     Use,
@@ -33,7 +34,7 @@ from lib_fp8.webui.pace import Pace
 from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.settings import LORA_AT_RUN_TIME, LORA_FROM_COPY, lora_choice
 from lib_fp8.webui.slots import RUN_TIME, Changes, OriginalGoneError, Slots, WeightSlot, slots_of
-from lib_fp8.webui.storage import FULL_PRECISION, Record, record_of
+from lib_fp8.webui.storage import Record, record_of
 
 _NOTE = "fp8_networks"
 """Attribute of a layer: the note of what was done to it."""
@@ -72,13 +73,15 @@ def _bring_up_to_date(layer: torch.nn.Module) -> bool:
     layer_name = getattr(layer, "network_layer_name", None)
     if layer_name is None:
         return True
-    now, seen, note = wanted(), vars(layer).get(_SEEN, _NOTHING), _note_on(layer)
+    seen, note = vars(layer).get(_SEEN), _note_on(layer)
+    if seen is None and record_of(shared.sd_model).originals is None:
+        return False
+    now = wanted()
     changing = _pace.is_fast(now, shared.state.sampling_step)
-    if seen.wanted == now and seen.names is vars(layer).get(_NAMES) and (note is None or note.is_current(changing)):
+    if seen is not None and seen.serves(layer, now) and (note is None or note.is_current(changing)):
         return True
-    record = record_of(shared.sd_model)
-    slots = slots_of(layer)
-    if record.applied == FULL_PRECISION or slots is None:
+    record, slots = record_of(shared.sd_model), slots_of(layer)
+    if record.originals is None or slots is None:
         return False
     with torch.no_grad():
         _apply(record, layer, layer_name, slots, changing)
@@ -135,10 +138,11 @@ class _Seen(NamedTuple):
     """The networks that a layer was brought to last, whether or not they act on it, and the names put down for them."""
 
     wanted: list[Any]
-    names: tuple[Any, ...] | None
+    names: tuple[Any, ...]
 
-
-_NOTHING = _Seen([], None)
+    def serves(self, layer: torch.nn.Module, wanted: list[Any]) -> bool:
+        """Whether the same is wanted, and nobody has reset the Lora extension's books."""
+        return self.wanted == wanted and self.names is vars(layer).get(_NAMES)
 
 
 @dataclass(frozen=True)
@@ -149,14 +153,14 @@ class _Note:
         uses: the networks that act on it.
         changing: whether their strengths were found to change from step to step.
         changes: what was done to its parameters.
-        branches: what was added at run time, by the network module that it was made of.
+        parts: for each branch of the weight, the network module that it is a plain LoRA of, or None.
         is_whole: False while parameters are being written; if that fails, they are written anew at the next call.
     """
 
     uses: tuple[Use, ...]
     changing: bool
     changes: Changes
-    branches: dict[int, LowRank]
+    parts: tuple[Any, ...] = ()
     is_whole: bool = True
 
     def is_current(self, changing: bool) -> bool:
@@ -169,7 +173,7 @@ class _Note:
         return self.is_whole and same and self.changing == changing
 
 
-_UNTOUCHED = _Note((), False, Changes(), {})
+_UNTOUCHED = _Note((), False, Changes())
 
 
 def _note_on(layer: torch.nn.Module) -> _Note | None:
@@ -194,8 +198,9 @@ def _put_in(
         if not at_run_time or not slot.in_8_bits or note.changes.written(slot.key):
             _find_original(record, slot, layer_name, note.changes)
     at_run_time |= any(slot.in_8_bits and slot.original is None for slot in slots.weights)
-    branches = _collect(layer_name, slots, uses, at_run_time, _known_branches(note, uses))
-    _write(layer, slots, note.changes, _Note(uses, changing, slots.changes(note.changes), branches))
+    known = _known_branches(note, slots.weights[0], uses) if at_run_time else {}
+    parts = _collect(layer_name, slots, uses, at_run_time, known)
+    _write(layer, slots, note.changes, _Note(uses, changing, slots.changes(note.changes), parts))
 
 
 def _find_original(record: Record, slot: WeightSlot, layer_name: str, changes: Changes) -> None:
@@ -210,35 +215,33 @@ def _find_original(record: Record, slot: WeightSlot, layer_name: str, changes: C
         ) from None
 
 
-def _known_branches(note: _Note, uses: tuple[Use, ...]) -> dict[int, LowRank]:
-    """Branches that need nothing but another factor: their tensors are on the device already."""
-    before = {id(use.parts[0]): use for use in note.uses}
-    known = {}
-    for use in uses:
-        part = id(use.parts[0])
-        if part in note.branches and before[part].same_tensors(use):
-            known[part] = note.branches[part]
-    return known
+def _known_branches(note: _Note, slot: WeightSlot, uses: tuple[Use, ...]) -> dict[Any, Branch]:
+    """Branches, by network module, that need nothing but another factor: their tensors are where the weight is."""
+    branches = dict(zip(note.parts, getattr(slot.parameter, "branches", ())))
+    before = {use.parts[0]: use for use in note.uses}
+    now = [use.parts[0] for use in uses if use.parts[0] in branches and before[use.parts[0]].same_tensors(use)]
+    return {part: branches[part] for part in now}
 
 
 def _collect(
-    layer_name: str, slots: Slots, uses: tuple[Use, ...], at_run_time: bool, known: dict[int, LowRank]
-) -> dict[int, LowRank]:
+    layer_name: str, slots: Slots, uses: tuple[Use, ...], at_run_time: bool, known: dict[Any, Branch]
+) -> tuple[Any, ...]:
     """Gather in the slots what all networks add; one that does not fit is told of and left out, whole.
 
     Returns:
-        Low-rank branches by the network module that they were made of.
+        For each branch of the (first) weight the network module that it is a plain LoRA of, or None.
     """
-    made = {}
+    parts = []
     for use in uses:
         try:
             branch = _low_rank(use, slots, known) if at_run_time else None
-            found = [] if branch else [delta_of(use, index, slot.base()) for index, slot in enumerate(slots.weights)]
+            found = [] if branch else [delta_of(use, index, slot.base) for index, slot in enumerate(slots.weights)]
         except Exception as error:  # another's code on a file from anywhere: whatever it raises, the picture goes on
+            if is_out_of_memory(error):
+                raise
             tell_misfit(use, layer_name, error)
             continue
         if branch is not None:
-            made[id(use.parts[0])] = branch
             slots.weights[0].branches.append(branch)
         for index, (slot, (delta, bias_delta)) in enumerate(zip(slots.weights, found)):
             if at_run_time and slot.in_8_bits:
@@ -247,17 +250,16 @@ def _collect(
                 slot.add(delta)
             if bias_delta is not None:
                 slots.bias.add(bias_delta, slot.parameter.device)
-    return made
+        parts.append(use.parts[0] if branch is not None else None)
+    return tuple(parts)
 
 
-def _low_rank(use: Use, slots: Slots, known: dict[int, LowRank]) -> LowRank | None:
+def _low_rank(use: Use, slots: Slots, known: dict[Any, Branch]) -> LowRank | None:
     slot = slots.weights[0]
     if len(slots.weights) > 1 or not slot.in_8_bits:
         return None
-    branch = known.get(id(use.parts[0]))
-    if branch is None:
-        return low_rank(use, slot.parameter)
-    return replace(branch, factor=use.factor()).to(slot.parameter.device)
+    branch = known.get(use.parts[0])
+    return replace(branch, factor=use.factor()) if isinstance(branch, LowRank) else low_rank(use, slot.parameter)
 
 
 def _weight_delta(use: Use, index: int, weight: torch.Tensor) -> torch.Tensor:
@@ -277,7 +279,7 @@ def _take_out(record: Record, layer: torch.nn.Module) -> None:
     assert slots is not None
     for slot in slots.weights:
         if note.changes.written(slot.key):
-            _find_original(record, slot, slot.key, note.changes)
+            _find_original(record, slot, getattr(layer, "network_layer_name", slot.key), note.changes)
     _write(layer, slots, note.changes, replace(_UNTOUCHED, changes=note.changes))
     vars(layer).pop(_NOTE)
     vars(layer).pop(_SEEN, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +87,7 @@ class WeightSlot:
         elif not self.in_8_bits:
             self.original, self.source = self.parameter.clone(), BACKUP
 
+    @functools.cached_property
     def base(self) -> torch.Tensor:
         """The weight without networks in float32."""
         if self.original is not None:
@@ -109,7 +111,7 @@ class WeightSlot:
         if self.total is not None or changes.written(self.key):
             assert self.original is not None
             deltas = () if self.total is None else (self.total,)
-            write_rounded_once(weight, merged_weight(self.original, deltas))
+            write_rounded_once(weight, merged_weight(self.base, deltas))
         if isinstance(weight, QuantWeight) and (self.branches or weight.branches):
             weight.set_branches(tuple(self.branches))
 

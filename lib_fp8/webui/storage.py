@@ -69,10 +69,13 @@ def record_of(model: torch.nn.Module) -> Record:
 
 
 def set_record(model: torch.nn.Module, record: Record) -> None:
-    """Replace the record of a model."""
+    """Replace the record of a model; a checkpoint that the former one holds is let go."""
+    drop_record(model)
     model.__dict__[_ATTRIBUTE] = record
 
 
 def drop_record(model: torch.nn.Module) -> None:
     """Forget everything about a model."""
-    model.__dict__.pop(_ATTRIBUTE, None)
+    former = model.__dict__.pop(_ATTRIBUTE, None)
+    if former is not None and former.originals is not None:
+        former.originals.file.close()

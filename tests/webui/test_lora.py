@@ -316,6 +316,19 @@ class TestNetworksThatDoNotFit:
         assert [line.split()[3] for line in said] == ["bad", "worse"]
         assert all("no kernel, says the test" in line for line in said)
 
+    @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9")])
+    def test_out_of_memory_is_no_misfit(self, sd1, nets, error, monkeypatch):
+        """The picture fails, rather than be made without the network; nothing is half done."""
+        a, base = nets.make("a"), sd1.fingerprint()
+        with monkeypatch.context() as failing:
+            failing.setattr(a.modules[TO_Q], "calc_updown", lambda _: (_ for _ in ()).throw(error))
+            with pytest.raises(type(error)):
+                sd1.run_networks(a)
+        sd1.run_networks(a)
+        nets.assert_merged(a)
+        sd1.run_networks()
+        assert sd1.fingerprint() == base
+
     def test_one_that_fits_some_layers_acts_there(self, sd1, nets, monkeypatch):
         a = nets.make("a")
         monkeypatch.setattr(a.modules[TO_Q], "calc_updown", raising(RuntimeError))
