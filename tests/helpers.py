@@ -45,6 +45,8 @@ def need_format(name: str, device: torch.device | str = "cpu") -> Any:
 
 
 FORMAT_NAMES = format_names()
+FORMAT_BY_DEFAULT = FORMAT_NAMES[0] if get_format(FORMAT_NAMES[0]).problem("cpu") is None else "int8"
+"""What is used where nobody chooses a format: a torch before 2.1 has no float8."""
 
 
 # Independent references

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import FORMAT_NAMES, need_format
+from helpers import FORMAT_BY_DEFAULT, FORMAT_NAMES, need_format
 
 from lib_fp8 import QuantWeight
 from webui.nets import (
@@ -430,7 +430,7 @@ class TestChangesWhileMerged:
         a = nets.make("a")
         host.run_networks(a)
         host.switch_to(other)
-        host.assert_packed("b", FORMAT_NAMES[0])
+        host.assert_packed("b", FORMAT_BY_DEFAULT)
         host.run_networks(a)
         host.switch_to(info)
         assert host.fingerprint() == bits[1]
@@ -482,6 +482,6 @@ def test_without_the_lora_extension(host):
     host.start(lora=False)
     assert "networks" not in sys.modules
     assert host.set(**ON) == [True] * 3
-    host.assert_packed("a", FORMAT_NAMES[0])
+    host.assert_packed("a", FORMAT_BY_DEFAULT)
     host.lora.forget(host.model)
     assert host.job().pictures

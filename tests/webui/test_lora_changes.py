@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from helpers import to_numpy
+from helpers import FORMAT_BY_DEFAULT, to_numpy
 
 from lib_fp8 import QuantWeight
 from webui.nets import CLIP, IN_8_BITS, KEPT, LINEAR_AND_CONV, ON, TO_OUT, TO_Q, coarse, fine
@@ -336,7 +336,7 @@ def test_several_checkpoints_keep_their_own(host, nets):
     a = nets.make("a")
     host.run_networks(a)
     host.switch_to(other)
-    host.assert_packed("b", "float8_e4m3fn")
+    host.assert_packed("b", FORMAT_BY_DEFAULT)
     host.run_networks(nets.make("c"))
     host.switch_to(first)
     host.run_networks(a)
@@ -345,7 +345,7 @@ def test_several_checkpoints_keep_their_own(host, nets):
     assert host.fingerprint() == bits
     host.switch_to(other)
     host.run_networks()
-    host.assert_packed("b", "float8_e4m3fn")
+    host.assert_packed("b", FORMAT_BY_DEFAULT)
 
 
 def test_pace_is_of_the_pass_alone(newest):
