@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FORMAT_NAMES, failing_pack, need_format, need_kernels
+from helpers import FORMAT_BY_DEFAULT, FORMAT_NAMES, failing_pack, need_format, need_kernels
 
-DEFAULT = FORMAT_NAMES[0]
+DEFAULT = FORMAT_BY_DEFAULT
 BLOCK = [f"model.diffusion_model.input_blocks.1.0.{name}" for name in ("in_layers.2", "skip_connection")]
 ATTENTION = [f"model.diffusion_model.middle_block.0.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")]
 MMDIT = [f"model.diffusion_model.joint_blocks.0.attn.{name}" for name in ("qkv", "proj")]
