@@ -68,9 +68,10 @@ autocast_enabled = _query_autocast if _accepts_device_type() else _query_autocas
 """``autocast_enabled(device_type) -> bool``: whether autocast acts on that kind of device in this thread."""
 
 
-_OUT_OF_MEMORY = (MemoryError, torch.cuda.OutOfMemoryError)
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+"""The words of the allocators of CUDA and MPS, of the CPU, and of CUDA's libraries."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory has run out, of a device or of the machine."""
-    return isinstance(error, _OUT_OF_MEMORY) or "can't allocate memory" in str(error)  # the CPU allocator's words
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -55,14 +55,15 @@ class CheckpointFile:
         self._signature = self._read_signature()
         self._tensors: Any = None
         self._names: dict[str, str] = {}
+        self._failure: str | None = None
 
-    def _read_signature(self) -> tuple[int, int] | None:
-        """Size and time of the last change: of the file that is held, else of the one that lies there now."""
+    def _read_signature(self) -> tuple[int, ...] | None:
+        """What tells one file from another: of the file that is held, else of the one that lies there now."""
         try:
             stat = self.path.stat() if self._held is None else os.fstat(self._held.fileno())
         except OSError:
             return None
-        return stat.st_size, stat.st_mtime_ns
+        return stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino
 
     @property
     def is_open(self) -> bool:
@@ -75,7 +76,7 @@ class CheckpointFile:
             return f"{self.path.name} is no safetensors file"
         if self._signature is None or self._read_signature() != self._signature:
             return f"{self.path.name} has changed on disk or cannot be read"
-        return None
+        return self._failure
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """The tensor of that name in the model, on the CPU; None if the file does not have it or cannot be trusted."""
@@ -86,18 +87,19 @@ class CheckpointFile:
                 self._open()
             key = self._names.get(name)
             return None if key is None or self.problem() is not None else self._tensors.get_tensor(key)
-        except (OSError, SafetensorError):
+        except (OSError, SafetensorError) as error:
             self.close()
+            self._failure = f"{self.path.name} cannot be read ({error})"
             return None
 
     def _open(self) -> None:
-        self._held = self.path.open("rb")
         tensors = safe_open(self.path, framework="pt", device="cpu")
-        names = tensors.keys()
-        shapes = {key: torch.empty(tensors.get_slice(key).get_shape(), device="meta") for key in names}
-        keys = {id(shape): key for key, shape in shapes.items()}
-        self._names = {name: keys[id(shape)] for name, shape in self._rename(dict(shapes)).items()}
-        self._tensors = tensors
+        keys = tensors.keys()
+        shapes = {key: torch.empty(tensors.get_slice(key).get_shape(), device="meta") for key in keys}
+        key_of = {id(shape): key for key, shape in shapes.items()}
+        renamed = self._rename(dict(shapes))
+        self._names = {name: key_of[id(shape)] for name, shape in renamed.items() if id(shape) in key_of}
+        self._held, self._tensors = self.path.open("rb"), tensors
 
     def close(self) -> None:
         """Let go of the memory map; the next tensor opens it again."""
@@ -162,6 +164,12 @@ class Originals:
         """Look in the file alone from now on."""
         self._copies = Copies()
         self._trusted.clear()
+
+    def release(self) -> None:
+        """Let go of the file; what it gives after that must prove itself again."""
+        if self.file.is_open:
+            self.file.close()
+            self._trusted.clear()
 
     def find(self, layer: torch.nn.Module, parameter: torch.Tensor, untouched: bool) -> Original | None:
         """The original of a layer's weight, None if there is none that can be trusted.

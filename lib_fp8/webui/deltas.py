@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from lib_fp8.branch import LowRank
+from lib_fp8.capability import autocast_enabled
+from lib_fp8.webui.slots import OUT_PROJ
 
 _HOSTS = {"networks": "lora_functional", "l_networks": "lyco_functional"}
 """Module that holds networks to the option by which its networks act beside the layers instead of in their weights."""
@@ -28,10 +30,11 @@ def hosts() -> list[Any]:
     return [sys.modules[name] for name in _HOSTS if hasattr(sys.modules.get(name), "network_apply_weights")]
 
 
-def _loaded() -> Iterator[tuple[Any, Any]]:
-    """(host, network) for all that are to act in the weights."""
+def _loaded(layer: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+    """(host, network) for all that are to act in the weights of a layer; nothing acts beside attention."""
+    beside = not isinstance(layer, torch.nn.MultiheadAttention)
     for host in hosts():
-        if not shared.opts.data.get(_HOSTS[host.__name__], False):
+        if not (beside and shared.opts.data.get(_HOSTS[host.__name__], False)):
             for net in host.loaded_networks:
                 yield host, net
 
@@ -40,9 +43,9 @@ _TOKEN = "fp8_token"
 """Attribute of a network: what it is known by; a file that is loaded again is another network of the same name."""
 
 
-def wanted() -> list[Any]:
-    """(token, strengths ...) of every loaded network."""
-    return [(_token(net), net.te_multiplier, net.unet_multiplier, net.dyn_dim) for _, net in _loaded()]
+def wanted(layer: torch.nn.Module) -> list[Any]:
+    """(token, strengths ...) of every network that is to act in the weights of a layer."""
+    return [(_token(net), net.te_multiplier, net.unet_multiplier, net.dyn_dim) for _, net in _loaded(layer)]
 
 
 def _token(net: Any) -> object:
@@ -52,14 +55,15 @@ def _token(net: Any) -> object:
     return token
 
 
-def wanted_names() -> tuple[Any, ...]:
+def wanted_names(layer: torch.nn.Module) -> tuple[Any, ...]:
     """What the Lora extension itself compares to see whether anything has changed."""
-    return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for _, net in _loaded())
+    return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for _, net in _loaded(layer))
 
 
-def change_by_themselves() -> bool:
-    """Whether the strengths of networks are computed anew each time they are asked for (sd-webui-loractl)."""
-    return any(isinstance(getattr(type(net), "unet_multiplier", None), property) for _, net in _loaded())
+def strengths_are_computed() -> bool:
+    """Whether strengths are made anew each time they are asked for (sd-webui-loractl)."""
+    nets = (net for host in hosts() for net in host.loaded_networks)
+    return any(isinstance(getattr(type(net), "unet_multiplier", None), property) for net in nets)
 
 
 _Entry = tuple[dict[str, Any], str, Any, int]
@@ -111,14 +115,22 @@ class Use:
 
 
 def uses_of(layer: torch.nn.Module, layer_name: str) -> tuple[Use, ...]:
-    """All networks that act on a layer, in an order that does not depend on that in the prompt."""
+    """All networks that act on a layer, in an order that does not depend on that in the prompt.
+
+    Networks that are made for this layer, but not for all of it, are told of and left out.
+    """
     uses = []
-    for host, net in sorted(_loaded(), key=lambda pair: pair[1].name):
-        parts = _parts_for(net, layer, layer_name)
+    for host, net in sorted(_loaded(layer), key=lambda pair: pair[1].name):
+        errors = host.extra_network_lora.errors if host.extra_network_lora is not None else {}
+        try:
+            parts = _parts_for(net, layer, layer_name)
+        except ValueError as error:
+            tell_misfit(net.name, errors, layer_name, error)
+            continue
         multipliers = tuple(part.multiplier() for part in parts)
         if any(multipliers):
             contents = tuple(entry for part in parts for entry in _contents(part))
-            uses.append(Use(net, parts, (*multipliers, net.dyn_dim), contents, host.extra_network_lora.errors))
+            uses.append(Use(net, parts, (*multipliers, net.dyn_dim), contents, errors))
     return tuple(uses)
 
 
@@ -143,23 +155,30 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else -1
 
 
+_PROJECTIONS = ("_q_proj", "_k_proj", "_v_proj", "_out_proj")
+
+
 def _parts_for(net: Any, layer: torch.nn.Module, layer_name: str) -> tuple[Any, ...]:
+    """A network's modules for a layer, () if it has none. Raises ValueError for a set that cannot be applied."""
+    attention = isinstance(layer, torch.nn.MultiheadAttention)
     single = net.modules.get(layer_name)
-    if single is not None and hasattr(layer, "weight"):
+    if single is not None and not attention:
         return (single,)
-    names = ["_q_proj", "_k_proj", "_v_proj"]
-    if isinstance(layer, torch.nn.MultiheadAttention):
-        names.append("_out_proj")
-    parts = tuple(net.modules.get(layer_name + name) for name in names)
-    return parts if all(part is not None for part in parts) else ()
+    names = _PROJECTIONS if attention else _PROJECTIONS[:3]
+    parts = [net.modules.get(layer_name + name) for name in names]
+    if single is not None:
+        raise ValueError("it is made for attention as a whole, and the WebUI adds to the projections by themselves")
+    if any(parts) != all(parts):
+        raise ValueError(f"it is made for some of the projections, and the WebUI adds to all {len(names)} or none")
+    return tuple(parts) if all(parts) else ()
 
 
-def delta_of(use: Use, index: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def delta_of(use: Use, key: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What a network adds to one of the weights of a layer, and to the bias that belongs to it.
 
     Args:
         use: the network at the layer.
-        index: 0 for the layer's weight (of attention: q, k, v stacked), 1 for the out projection of attention.
+        key: name of the weight in the layer, as in ``slots``.
         weight: that weight in float32.
 
     Returns:
@@ -169,19 +188,24 @@ def delta_of(use: Use, index: int, weight: torch.Tensor) -> tuple[torch.Tensor, 
         Exception: whatever the network's own code raises, or ValueError for a shape that does not fit.
     """
     bias_delta = None
-    with torch.autocast(weight.device.type, enabled=False), _InFloat32(), _truthful_magnitudes(use.parts):
+    with _without_autocast(weight.device.type), _InFloat32(), _truthful_magnitudes(use.parts):
         if len(use.parts) == 1:
             delta, bias_delta = use.parts[0].calc_updown(weight)
             delta = _pad_inpainting(delta, weight)
-        elif index == 0:
+        elif key == OUT_PROJ:
+            delta, bias_delta = use.parts[3].calc_updown(weight)
+        else:
             projections = zip(use.parts, weight.chunk(3, 0))
             delta = torch.vstack([part.calc_updown(chunk)[0] for part, chunk in projections])
-        else:
-            delta, bias_delta = use.parts[3].calc_updown(weight)
     _check_shape("weight", delta, weight.shape)
     if bias_delta is not None:
         _check_shape("bias", bias_delta, weight.shape[:1])
     return delta, bias_delta
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    # Where autocast does not act, it may not even exist: older torch refuses to switch it off on MPS.
+    return torch.autocast(device_type, enabled=False) if autocast_enabled(device_type) else contextlib.nullcontext()
 
 
 def _check_shape(what: str, delta: torch.Tensor, shape: torch.Size) -> None:
@@ -199,24 +223,25 @@ def _pad_inpainting(delta: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def low_rank(use: Use, weight: torch.Tensor) -> LowRank | None:
     """A plain LoRA that fits a weight, as a branch with its factors on the device of the weight; None for all else."""
     part = use.parts[0]
+    # By the name of the class: each host has one of its own.
     plain = len(use.parts) == 1 and type(part).__name__ == "NetworkModuleLora" and part.mid_model is None
     if not plain or part.bias is not None or getattr(part, "dora_scale", None) is not None:
         return None
     up, down = (model.weight.detach().flatten(1).to(weight.device) for model in (part.up_model, part.down_model))
     if part.network.dyn_dim is not None:
         up, down = up[:, : part.network.dyn_dim], down[: part.network.dyn_dim]
-    if (len(up), down.shape[1]) != (len(weight), weight.numel() // len(weight)):
+    if up.shape[1] != len(down) or (len(up), down.shape[1]) != (len(weight), weight.numel() // len(weight)):
         return None
     return LowRank(up, down, use.factor())
 
 
-def tell_misfit(use: Use, layer_name: str, error: Exception) -> None:
+def tell_misfit(name: str, errors: dict[str, int], layer_name: str, error: Exception) -> None:
     """Count an error as the Lora extension does, and say which network, which layer, why; once for each network."""
-    name = use.network.name
-    use.errors[name] = use.errors.get(name, 0) + 1
-    if use.errors[name] == 1:
+    errors[name] = errors.get(name, 0) + 1
+    if errors[name] == 1:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         print(
-            f"FP8 weight: network {name} does not fit layer {layer_name} and is left out there: {error} "
+            f"FP8 weight: network {name} does not fit layer {layer_name} and is left out there: {reason} "
             "(further layers are only counted)",
             file=sys.stderr,
         )
@@ -274,18 +299,26 @@ _NARROW = {torch.float16, torch.bfloat16} | {
 }
 
 
+_QUESTIONS = {"__get__", "__len__", "size", "dim", "numel", "stride", "is_floating_point"}
+"""Functions that do not look at values."""
+
+
 class _InFloat32(TorchFunctionMode):
     """Networks keep their factors in fewer bits; this computes with them in float32.
 
     Functions that write keep their first argument, which they would otherwise not reach. ``to`` gives copies, because
-    the Lora extension goes on to write into what it gets.
+    the Lora extension goes on to write into what it gets; they are widened after they were moved.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _QUESTIONS:
+            return func(*args, **kwargs)
+        if name == "to":
+            result = _up(func(*args, **kwargs))
+            return result.clone() if result is args[0] else result
         kept = 1 if name.endswith("_") and not name.endswith("__") else 0
-        result = func(*args[:kept], *tree_map(_up, tuple(args[kept:])), **tree_map(_up, kwargs or {}))
-        return result.clone() if name == "to" and result is args[0] else result
+        return func(*args[:kept], *tree_map(_up, tuple(args[kept:])), **tree_map(_up, kwargs))
 
 
 def _up(value: Any) -> Any:

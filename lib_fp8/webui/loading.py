@@ -119,6 +119,8 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
         if wanted == FULL_PRECISION and not any(quantized_layers(target.module) for target in targets):
             set_record(model, Record(refused=refused, problem=problem))
             return original(model, checkpoint_info, state_dict, timer)
+        with contextlib.suppress(OriginalGoneError):  # whatever is not loaded stays as it is
+            lora.forget(model) if state_dict is None else lora.take_out_of_layers_not_in(model, state_dict)
         try:
             copies = _new_copies()
             with _progress(targets, wanted) as progress, _streaming(targets, wanted, progress, copies) as stream:

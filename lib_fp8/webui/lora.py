@@ -7,11 +7,11 @@ read again.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from modules import shared
@@ -21,10 +21,10 @@ from lib_fp8.capability import is_out_of_memory
 from lib_fp8.source import COPY, FILE
 from lib_fp8.webui.deltas import (
     Use,
-    change_by_themselves,
     delta_of,
     hosts,
     low_rank,
+    strengths_are_computed,
     tell_misfit,
     uses_of,
     wanted,
@@ -33,28 +33,37 @@ from lib_fp8.webui.deltas import (
 from lib_fp8.webui.pace import Pace
 from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.settings import LORA_AT_RUN_TIME, LORA_FROM_COPY, lora_choice
-from lib_fp8.webui.slots import RUN_TIME, Changes, OriginalGoneError, Slots, WeightSlot, slots_of
+from lib_fp8.webui.slots import Changes, OriginalGoneError, Slots, WeightSlot, slots_of
 from lib_fp8.webui.storage import Record, record_of
 
+RUN_TIME = "run time"
+"""What stands for a source where networks are added beside the 8-bit weight, which is not changed."""
 _NOTE = "fp8_networks"
 """Attribute of a layer: the note of what was done to it."""
-_SEEN = "fp8_networks_seen"
-"""Attribute of a layer: the networks it was brought to."""
 _IS_READY = "fp8_is_ready"
 """Attribute of a layer while networks act beside it: its weights are as they have to be."""
 _NAMES = "network_current_names"
 """Attribute of a layer: the Lora extension's own; whoever resets it wants the networks to be merged anew."""
 
 
+_FUNCTIONS = (
+    "network_apply_weights",
+    "network_forward",
+    "network_restore_weights_from_backup",
+    "network_reset_cached_weight",
+)
+
+
 def install(patches: Patches) -> None:
-    """Take over the merging of networks, from every Lora extension that is loaded and was not there before."""
+    """Take over the merging of networks, from every Lora extension that is loaded and was not there before.
+
+    One that lacks a function keeps its own code, which is right on 8-bit weights too, if less exact.
+    """
+    replacements = (_applying, _acting_beside, _restoring, _resetting)
     for host in hosts():
-        if patches.replaces(host, "network_apply_weights"):
-            continue
-        patches.replace(host, "network_apply_weights", _applying)
-        patches.replace(host, "network_forward", _acting_beside)
-        patches.replace(host, "network_restore_weights_from_backup", _restoring)
-        patches.replace(host, "network_reset_cached_weight", _resetting)
+        if all(hasattr(host, name) for name in _FUNCTIONS) and not patches.replaces(host, _FUNCTIONS[0]):
+            for name, make in zip(_FUNCTIONS, replacements):
+                patches.replace(host, name, make)
 
 
 _pace = Pace()
@@ -73,20 +82,23 @@ def _bring_up_to_date(layer: torch.nn.Module) -> bool:
     layer_name = getattr(layer, "network_layer_name", None)
     if layer_name is None:
         return True
-    seen, note = vars(layer).get(_SEEN), _note_on(layer)
-    if seen is None and record_of(shared.sd_model).originals is None:
+    note = _note_on(layer)
+    record = record_of(shared.sd_model) if note is None else note.record
+    if record.originals is None:
         return False
-    now = wanted()
-    changing = _pace.is_fast(now, shared.state.sampling_step)
-    if seen is not None and seen.serves(layer, now) and (note is None or note.is_current(changing)):
+    now = wanted(layer)
+    changing = _pace.is_fast(now, shared.state.sampling_step, strengths_are_computed)
+    if note is not None and note.serves(layer, now, changing):
         return True
-    record, slots = record_of(shared.sd_model), slots_of(layer)
-    if record.originals is None or slots is None:
+    slots = slots_of(layer)
+    if slots is None:
         return False
-    with torch.no_grad():
-        _apply(record, layer, layer_name, slots, changing)
-    names = wanted_names()
-    vars(layer).update({_NAMES: names, _SEEN: _Seen(now, names)})
+    uses = uses_of(layer, layer_name)
+    if note is None or not note.holds(uses, changing):
+        with torch.no_grad():
+            note = _change(record, layer, slots, uses, changing)
+    names = wanted_names(layer)
+    vars(layer).update({_NAMES: names, _NOTE: replace(note, wanted=now, names=names)})
     return True
 
 
@@ -107,42 +119,25 @@ def _acting_beside(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _restoring(original: Callable[..., None]) -> Callable[..., None]:
     def network_restore_weights_from_backup(self: torch.nn.Module) -> None:
-        if _IS_READY in vars(self):
-            return
-        if _note_on(self) is not None:
-            with torch.no_grad():
-                _take_out(record_of(shared.sd_model), self)
-        original(self)
+        if _IS_READY not in vars(self):
+            _take_out(self)
+            original(self)
 
     return network_restore_weights_from_backup
 
 
 def _resetting(original: Callable[..., None]) -> Callable[..., None]:
-    """The weights are about to be loaded, so nothing is in them any more; only an added bias would stay."""
+    """The weights are about to be loaded."""
 
     def network_reset_cached_weight(self: torch.nn.Module) -> None:
         if _IS_READY in vars(self):
             return
-        note, slots = _note_on(self), slots_of(self)
+        note, slots = vars(self).pop(_NOTE, None), slots_of(self)
         if note is not None and slots is not None:
-            if note.changes.written(slots.bias.key) and note.changes.backups.get(slots.bias.key) is None:
-                slots.bias.drop()
-            vars(self).pop(_NOTE)
-        vars(self).pop(_SEEN, None)
+            slots.abandon(note.changes)
         original(self)
 
     return network_reset_cached_weight
-
-
-class _Seen(NamedTuple):
-    """The networks that a layer was brought to last, whether or not they act on it, and the names put down for them."""
-
-    wanted: list[Any]
-    names: tuple[Any, ...]
-
-    def serves(self, layer: torch.nn.Module, wanted: list[Any]) -> bool:
-        """Whether the same is wanted, and nobody has reset the Lora extension's books."""
-        return self.wanted == wanted and self.names is vars(layer).get(_NAMES)
 
 
 @dataclass(frozen=True)
@@ -150,73 +145,83 @@ class _Note:
     """What was done to a layer.
 
     Attributes:
+        record: that of the model which the layer belongs to.
         uses: the networks that act on it.
         changing: whether their strengths were found to change from step to step.
-        changes: what was done to its parameters.
-        parts: for each branch of the weight, the network module that it is a plain LoRA of, or None.
+        changes: which parameters are not as they were loaded.
+        parts: for each branch of the first weight, the network module that it was made of.
         is_whole: False while parameters are being written; if that fails, they are written anew at the next call.
+        wanted: all networks that the layer was brought to, whether or not they act on it.
+        names: what was put down for them in the Lora extension's books.
     """
 
-    uses: tuple[Use, ...]
-    changing: bool
-    changes: Changes
+    record: Record
+    uses: tuple[Use, ...] = ()
+    changing: bool = False
+    changes: Changes = field(default_factory=Changes)
     parts: tuple[Any, ...] = ()
     is_whole: bool = True
+    wanted: list[Any] | None = None
+    names: tuple[Any, ...] | None = None
 
-    def is_current(self, changing: bool) -> bool:
-        """Whether the layer is as it has to be, given that the same networks are wanted."""
-        return self.is_whole and self.changing == changing and all(use.is_current() for use in self.uses)
+    def serves(self, layer: torch.nn.Module, wanted: list[Any], changing: bool) -> bool:
+        """Whether nothing has changed since the last call."""
+        return (
+            self.wanted == wanted
+            and self.names is vars(layer).get(_NAMES)
+            and self.changing == changing
+            and self.is_whole
+            and all(use.is_current() for use in self.uses)
+        )
 
-    def serves(self, uses: tuple[Use, ...], changing: bool) -> bool:
+    def holds(self, uses: tuple[Use, ...], changing: bool) -> bool:
         """Whether the layer is as it has to be for these networks."""
         same = len(uses) == len(self.uses) and all(mine.same_as(other) for mine, other in zip(self.uses, uses))
-        return self.is_whole and same and self.changing == changing
-
-
-_UNTOUCHED = _Note((), False, Changes())
+        return self.is_whole and same and (self.changing == changing or not uses)
 
 
 def _note_on(layer: torch.nn.Module) -> _Note | None:
     return vars(layer).get(_NOTE)
 
 
-def _apply(record: Record, layer: torch.nn.Module, layer_name: str, slots: Slots, changing: bool) -> None:
-    uses, note = uses_of(layer, layer_name), _note_on(layer)
-    if not uses:
-        if note is not None:
-            _take_out(record, layer)
-    elif note is None or not note.serves(uses, changing):
-        _put_in(record, layer, layer_name, slots, uses, changing)
-
-
-def _put_in(
-    record: Record, layer: torch.nn.Module, layer_name: str, slots: Slots, uses: tuple[Use, ...], changing: bool
-) -> None:
-    note = _note_on(layer) or _UNTOUCHED
-    at_run_time = changing or change_by_themselves() or record.lora == LORA_AT_RUN_TIME
+def _change(record: Record, layer: torch.nn.Module, slots: Slots, uses: tuple[Use, ...], changing: bool) -> _Note:
+    """Bring the parameters of a layer to these networks; if that fails, the next call begins from the originals."""
+    note = _note_on(layer) or _Note(record)
+    at_run_time = changing or record.lora == LORA_AT_RUN_TIME
     for slot in slots.weights:
-        if not at_run_time or not slot.in_8_bits or note.changes.written(slot.key):
-            _find_original(record, slot, layer_name, note.changes)
+        if slot.key in note.changes or (uses and not (at_run_time and slot.in_8_bits)):
+            _find_original(record, layer, slot, note.changes)
     at_run_time |= any(slot.in_8_bits and slot.original is None for slot in slots.weights)
-    known = _known_branches(note, slots.weights[0], uses) if at_run_time else {}
-    parts = _collect(layer_name, slots, uses, at_run_time, known)
-    _write(layer, slots, note.changes, _Note(uses, changing, slots.changes(note.changes), parts))
+    known = _known_branches(note, slots, uses) if at_run_time else {}
+    parts = _collect(layer, slots, uses, at_run_time, known)
+    changes = slots.changes(note.changes)
+    between = changes.and_also(note.changes)
+    vars(layer)[_NOTE] = replace(note, changes=between, is_whole=False)
+    slots.write(between)
+    return _Note(record, uses, changing, changes, parts)
 
 
-def _find_original(record: Record, slot: WeightSlot, layer_name: str, changes: Changes) -> None:
+def _find_original(record: Record, layer: torch.nn.Module, slot: WeightSlot, changes: Changes) -> None:
     assert record.originals is not None
     try:
         slot.find_original(record.originals, changes)
     except OriginalGoneError as error:
         record.is_stale = True
         raise OriginalGoneError(
-            f"FP8 weight: {error}, so the networks merged into {layer_name} cannot be taken out. The checkpoint is "
-            "loaded again for the next picture: put the file back, or choose another checkpoint."
+            f"FP8 weight: {error}, so the networks merged into {getattr(layer, 'network_layer_name', 'a layer')} "
+            "cannot be taken out. The checkpoint is loaded again for the next picture: put the file back, or choose "
+            "another checkpoint."
         ) from None
 
 
-def _known_branches(note: _Note, slot: WeightSlot, uses: tuple[Use, ...]) -> dict[Any, Branch]:
-    """Branches, by network module, that need nothing but another factor: their tensors are where the weight is."""
+def _known_branches(note: _Note, slots: Slots, uses: tuple[Use, ...]) -> dict[Any, Branch]:
+    """Branches of a layer by network module, of which nothing but the strength may have changed.
+
+    The tensors of a plain LoRA are on the device already, and other networks were seen to fit.
+    """
+    slot = slots.weights[0]
+    if len(slots.weights) > 1 or slots.bias.key in note.changes:
+        return {}
     branches = dict(zip(note.parts, getattr(slot.parameter, "branches", ())))
     before = {use.parts[0]: use for use in note.uses}
     now = [use.parts[0] for use in uses if use.parts[0] in branches and before[use.parts[0]].same_tensors(use)]
@@ -224,66 +229,59 @@ def _known_branches(note: _Note, slot: WeightSlot, uses: tuple[Use, ...]) -> dic
 
 
 def _collect(
-    layer_name: str, slots: Slots, uses: tuple[Use, ...], at_run_time: bool, known: dict[Any, Branch]
+    layer: torch.nn.Module, slots: Slots, uses: tuple[Use, ...], at_run_time: bool, known: dict[Any, Branch]
 ) -> tuple[Any, ...]:
     """Gather in the slots what all networks add; one that does not fit is told of and left out, whole.
 
     Returns:
-        For each branch of the (first) weight the network module that it is a plain LoRA of, or None.
+        For each branch of the first weight the network module that it was made of.
     """
     parts = []
     for use in uses:
         try:
-            branch = _low_rank(use, slots, known) if at_run_time else None
-            found = [] if branch else [delta_of(use, index, slot.base) for index, slot in enumerate(slots.weights)]
+            branch = _whole_branch(use, slots, known) if at_run_time else None
+            found = [] if branch else [delta_of(use, slot.key, slot.base) for slot in slots.weights]
         except Exception as error:  # another's code on a file from anywhere: whatever it raises, the picture goes on
             if is_out_of_memory(error):
                 raise
-            tell_misfit(use, layer_name, error)
+            tell_misfit(use.network.name, use.errors, getattr(layer, "network_layer_name", ""), error)
             continue
+        parts.append(use.parts[0])
         if branch is not None:
             slots.weights[0].branches.append(branch)
-        for index, (slot, (delta, bias_delta)) in enumerate(zip(slots.weights, found)):
+        for slot, (delta, bias_delta) in zip(slots.weights, found):
             if at_run_time and slot.in_8_bits:
-                slot.branches.append(Computed(partial(_weight_delta, use, index)))
+                slot.branches.append(_computed(use, slot.key))
             else:
-                slot.add(delta)
+                slot.sum.add(delta, slot.parameter.device)
             if bias_delta is not None:
-                slots.bias.add(bias_delta, slot.parameter.device)
-        parts.append(use.parts[0] if branch is not None else None)
+                slots.bias.sum.add(bias_delta, slot.parameter.device)
     return tuple(parts)
 
 
-def _low_rank(use: Use, slots: Slots, known: dict[Any, Branch]) -> LowRank | None:
+def _whole_branch(use: Use, slots: Slots, known: dict[Any, Branch]) -> Branch | None:
+    """All that a network does to a layer as one branch, if that can be told without computing what it adds."""
     slot = slots.weights[0]
     if len(slots.weights) > 1 or not slot.in_8_bits:
         return None
     branch = known.get(use.parts[0])
-    return replace(branch, factor=use.factor()) if isinstance(branch, LowRank) else low_rank(use, slot.parameter)
+    if isinstance(branch, LowRank):
+        return replace(branch, factor=use.factor())
+    return low_rank(use, slot.parameter) if branch is None else _computed(use, slot.key)
 
 
-def _weight_delta(use: Use, index: int, weight: torch.Tensor) -> torch.Tensor:
-    return delta_of(use, index, weight)[0]
+def _computed(use: Use, key: str) -> Computed:
+    return Computed(lambda weight: delta_of(use, key, weight)[0])
 
 
-def _write(layer: torch.nn.Module, slots: Slots, before: Changes, note: _Note) -> None:
-    vars(layer)[_NOTE] = replace(note, is_whole=False)
-    slots.write(Changes(before.sources, {**before.backups, **note.changes.backups}))
-    vars(layer)[_NOTE] = note
-
-
-def _take_out(record: Record, layer: torch.nn.Module) -> None:
-    """Bring a layer to the very bits that were loaded. Raises OriginalGoneError."""
+def _take_out(layer: torch.nn.Module) -> None:
+    """Bring a layer to the very bits that were loaded, if anything was done to it. Raises OriginalGoneError."""
     note, slots = _note_on(layer), slots_of(layer)
-    assert note is not None
-    assert slots is not None
-    for slot in slots.weights:
-        if note.changes.written(slot.key):
-            _find_original(record, slot, getattr(layer, "network_layer_name", slot.key), note.changes)
-    _write(layer, slots, note.changes, replace(_UNTOUCHED, changes=note.changes))
-    vars(layer).pop(_NOTE)
-    vars(layer).pop(_SEEN, None)
-    vars(layer)[_NAMES] = ()
+    if note is not None and slots is not None:
+        with torch.no_grad():
+            _change(note.record, layer, slots, (), False)
+        vars(layer).pop(_NOTE)
+        vars(layer)[_NAMES] = ()
 
 
 def forget(model: torch.nn.Module) -> None:
@@ -292,24 +290,36 @@ def forget(model: torch.nn.Module) -> None:
     Raises:
         OriginalGoneError: some layers cannot be brought back; all others are.
     """
-    record, problem = record_of(model), None
-    with torch.no_grad():
-        for layer in model.modules():
-            try:
-                if _note_on(layer) is not None:
-                    _take_out(record, layer)
-                elif vars(layer).get("network_weights_backup") is not None:
-                    _take_out_as_the_host_does(layer)
-            except OriginalGoneError as error:
-                problem = error
+    problem = None
+    for layer in model.modules():
+        try:
+            if _note_on(layer) is not None:
+                _take_out(layer)
+            elif vars(layer).get("network_weights_backup") is not None:
+                _take_out_as_the_host_does(layer)
+        except OriginalGoneError as error:
+            problem = error
     if problem is not None:
         raise problem
 
 
 def _take_out_as_the_host_does(layer: torch.nn.Module) -> None:
     host = hosts()[0]
-    host.network_restore_weights_from_backup(layer)
+    with torch.no_grad():
+        host.network_restore_weights_from_backup(layer)
     host.network_reset_cached_weight(layer)
+
+
+def take_out_of_layers_not_in(model: torch.nn.Module, names: Container[str]) -> None:
+    """Take networks out of the layers that a state dict does not name, before it is loaded."""
+    for layer in model.modules():
+        note, slots = _note_on(layer), slots_of(layer)
+        if note is None or slots is None or note.record.originals is None:
+            continue
+        named = [note.record.originals.names.get(slot.owner) for slot in slots.weights]
+        if any(name not in names for name in named):
+            with contextlib.suppress(OriginalGoneError):  # it is all that is known of this layer
+                _take_out(layer)
 
 
 def follow_settings(model: torch.nn.Module) -> None:
@@ -324,13 +334,16 @@ def follow_settings(model: torch.nn.Module) -> None:
 
 
 def _sources(model: torch.nn.Module) -> Iterator[tuple[WeightSlot, str]]:
-    """Every weight that networks act on now, with where its original came from."""
+    """Every weight that networks act on now, with where its original came from, or ``RUN_TIME``."""
     for layer in model.modules():
         note, slots = _note_on(layer), slots_of(layer)
-        if note is not None and slots is not None:
-            for slot in slots.weights:
-                if slot.key in note.changes.sources:
-                    yield slot, note.changes.sources[slot.key]
+        if note is None or slots is None:
+            continue
+        for slot in slots.weights:
+            if getattr(slot.parameter, "branches", ()):
+                yield slot, RUN_TIME
+            elif slot.key in note.changes:
+                yield slot, note.changes.sources[slot.key]
 
 
 def layers_by_source(model: torch.nn.Module) -> dict[str, int]:
@@ -349,7 +362,7 @@ def after_job(model: torch.nn.Module) -> None:
         if found:
             print(f"FP8 weight: {described(found)}")
     if all(source != FILE for _, source in _sources(model)):
-        record.originals.file.close()  # a mapped file can be neither replaced nor deleted on Windows
+        record.originals.release()  # a mapped file can be neither replaced nor deleted on Windows
 
 
 _WORDS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _TOLERATED = 1
@@ -20,18 +20,19 @@ class Pace:
         self._wanted: Sequence[Any] = ()
         self._changes = 0
 
-    def is_fast(self, wanted: Sequence[Any], step: int) -> bool:
+    def is_fast(self, wanted: Sequence[Any], step: int, are_computed: Callable[[], bool]) -> bool:
         """Take note of the strengths at a sampling step, and say whether they change again and again.
 
         Args:
             wanted: (token, strengths ...) for each network.
             step: number of the sampling step; the first of a pass is 0.
+            are_computed: whether strengths are made anew each time they are asked for; then one change is enough.
         """
         if step < self._step:
             self._changes = 0
         self._step = step
         if wanted != self._wanted:
             if step > 0 and [net[0] for net in wanted] == [net[0] for net in self._wanted]:
-                self._changes += 1
+                self._changes += _TOLERATED + 1 if are_computed() else 1
             self._wanted = wanted
         return self._changes > _TOLERATED

@@ -78,4 +78,4 @@ def drop_record(model: torch.nn.Module) -> None:
     """Forget everything about a model."""
     former = model.__dict__.pop(_ATTRIBUTE, None)
     if former is not None and former.originals is not None:
-        former.originals.file.close()
+        former.originals.release()

@@ -99,11 +99,10 @@ def test_layers_compute_with_them(shape, rng, storage_format, factors, device):
     torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_change_before_backward_is_noticed(branched, rng):
-    if branched.dim() == 4 or branched.dtype != torch.float32:
-        return
-    y = F.linear(torch.randn(3, 8, generator=rng).to(branched.device).requires_grad_(), branched)
-    branched.set_branches(())
+def test_a_change_before_backward_is_noticed(rng, storage_format, device):
+    weight = QuantWeight.from_weight(torch.randn(6, 8, generator=rng).to(device), storage_format)
+    y = F.linear(torch.randn(3, 8, generator=rng).to(device).requires_grad_(), weight)
+    weight.set_branches((LowRank(torch.ones(6, 1, device=device), torch.ones(1, 8, device=device), 1.0),))
     with pytest.raises(RuntimeError, match="modified by an in-place operation"):
         y.sum().backward()
 
@@ -118,6 +117,17 @@ COPIES = {
     ),
     "copy_": lambda weight: QuantWeight.from_weight(torch.zeros_like(weight.dequantize()), weight.format).copy_(weight),
 }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_they_move_with_the_weight(branched, factors, shape):
+    expected = base(branched) + delta(factors, shape)
+    layer = _layer(branched)
+    for place in ("cpu", "cuda", "cpu"):
+        layer.to(place)
+        assert {str(branch.up.device.type) for branch in layer.weight.branches} == {place}
+        assert_values(layer.weight.dequantize(), expected)
 
 
 @pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)

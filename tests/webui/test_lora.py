@@ -193,7 +193,7 @@ class TestKindsOfLayers:
     def test_full_precision_is_left_to_the_host(self, host, nets, monkeypatch):
         host.checkpoint()
         host.start()
-        monkeypatch.setattr(host.lora, "_apply", lambda *_: pytest.fail("not ours"))
+        monkeypatch.setattr(host.lora, "_change", lambda *_: pytest.fail("not ours"))
         host.run_networks(nets.full("a", TO_Q))
         assert not torch.equal(host.layers[TO_Q].weight, nets.original(TO_Q))
 
@@ -328,6 +328,48 @@ class TestNetworksThatDoNotFit:
         nets.assert_merged(a)
         sd1.run_networks()
         assert sd1.fingerprint() == base
+
+    @pytest.mark.parametrize("choice", ["Merge from checkpoint file", "Add at run time"])
+    def test_factors_of_different_ranks(self, host, choice, capsys):
+        host.checkpoint()
+        host.start(fp8_lora=choice, **ON)
+        net = host.networks.Network("bad")
+        tensors = {"lora_up.weight": torch.ones(16, 2), "lora_down.weight": torch.ones(4, 16)}
+        net.modules[TO_Q] = host.networks.create_module(net, TO_Q, tensors, host.layers[TO_Q])
+        host.networks.loaded_networks[:] = [net]
+        host.job()
+        assert "network bad does not fit layer" in capsys.readouterr().err
+
+    def test_a_reason_of_several_lines(self, sd1, nets, monkeypatch, capsys):
+        for error, words in ((RuntimeError("\n  first\nsecond"), "first"), (AssertionError(), "AssertionError")):
+            bad = nets.make("bad", [TO_Q])
+            sd1.networks.extra_network_lora.errors.clear()
+            monkeypatch.setattr(bad.modules[TO_Q], "calc_updown", lambda _, error=error: (_ for _ in ()).throw(error))
+            sd1.run_networks(bad)
+            said = capsys.readouterr().err
+            assert said.count("\n") == 1
+            assert f"left out there: {words} " in said
+
+    @pytest.mark.parametrize("parts", [PARTS[:1], PARTS[:3], (ATTENTION,)], ids=["q", "without out", "as a whole"])
+    def test_a_part_of_an_attention(self, host, nets, parts, capsys):
+        """The WebUI leaves such a network out without a word."""
+        host.checkpoint(kind="sd2")
+        host.start(**ON)
+        base, bad, good = host.fingerprint(), nets.make("bad", PARTS), nets.make("good", PARTS)
+        bad.modules = {part: bad.modules.get(part, bad.modules[PARTS[0]]) for part in parts}
+        host.run_networks(bad)
+        assert host.networks.extra_network_lora.errors == {"bad": 1}
+        assert f"network bad does not fit layer {ATTENTION}" in capsys.readouterr().err
+        assert host.fingerprint() == base
+        host.run_networks(bad, good)
+        assert host.fingerprint() != base
+
+    def test_where_autocast_is_unknown(self, sd1, nets, monkeypatch):
+        """On Apple's and DirectML's devices, older torch refuses to switch it off."""
+        a = nets.make("a")
+        monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: pytest.fail("unsupported device type"))
+        sd1.run_networks(a)
+        nets.assert_merged(a)
 
     def test_one_that_fits_some_layers_acts_there(self, sd1, nets, monkeypatch):
         a = nets.make("a")
@@ -475,6 +517,18 @@ class TestChangesWhileMerged:
         host.reload_ui()
         host.run_networks()
         assert host.fingerprint() == bits[1]
+
+
+def test_a_lora_extension_of_another_kind(host, nets):
+    """A fork that lacks one of the functions keeps its own merging."""
+    host.checkpoint()
+    host.start(extension=False)
+    del host.networks.network_forward
+    host.reload_ui()
+    assert host.set(**ON) == [True] * 3
+    assert host.networks.network_apply_weights.__module__ == "networks"
+    host.run_networks(nets.full("a", TO_Q))
+    assert host.job().pictures
 
 
 def test_without_the_lora_extension(host):

@@ -6,6 +6,7 @@ turns the files into its modules, with the dtypes and the weaknesses of its gene
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import families
@@ -180,6 +181,107 @@ def values(host):
         name: tensor.dequantize().numpy().tobytes() if isinstance(tensor, QuantWeight) else tensor.numpy().tobytes()
         for name, tensor in host.model.state_dict().items()
     }
+
+
+FUSED = {
+    "sd2": ("model_transformer_resblocks_0_attn", ("_q_proj", "_k_proj", "_v_proj", "_out_proj")),
+    "sd3": ("diffusion_model_joint_blocks_0_attn_qkv", ("_q_proj", "_k_proj", "_v_proj")),
+}
+"""Layers whose weight holds several projections, each with a module of its own."""
+
+
+def stacked(host, layer_name):
+    """The weights of such a layer: q, k and v stacked, and what follows if there is one."""
+    layer = host.layers[layer_name]
+    return [layer.in_proj_weight, layer.out_proj.weight] if hasattr(layer, "out_proj") else [layer.weight]
+
+
+def originals(host, layer_name):
+    """What the checkpoint holds for them."""
+    key, values = key_of(layer_name, host).removesuffix(".weight"), host.values()
+    names = ["in_proj_weight", "out_proj.weight"] if f"{key}.in_proj_weight" in values else ["weight"]
+    return [to_numpy(values[f"{key}.{name}"].half()) for name in names]
+
+
+@pytest.mark.parametrize("at_run_time", [False, True], ids=["merged", "at run time"])
+@pytest.mark.parametrize("kind", FUSED)
+def test_projections(host, library, kind, at_run_time):
+    """Each family on attention and on SD3's fused layer, with another one beside it; or told, and nothing done."""
+    if kind == "sd3" and host.minor < 10:
+        return  # these WebUIs have no SD3
+    host.checkpoint(kind=kind)
+    host.start(fp8_lora=RUN_TIME if at_run_time else "Merge from checkpoint file", **ON)
+    layer_name, parts = FUSED[kind]
+    bits, before = host.fingerprint(), [plain(weight) for weight in stacked(host, layer_name)]
+    if not at_run_time:
+        before = originals(host, layer_name)
+    chunks = [*np.split(before[0], 3), *before[1:]]
+    acted = set()
+    for family in known(host):
+        if families.LINEAR not in families.FAMILIES[family].kinds:
+            continue
+        nets = []
+        for name, made_of in (("a", family), ("b", "lora")):
+            net, wanted = host.networks.Network(name), []
+            for part, chunk in zip(parts, chunks):
+                made = families.make(made_of, chunk.shape, library.random, 0.2 * chunk.std(), chunk, rank=4)
+                tensors = {key: torch.from_numpy(np.asarray(value)) for key, value in made.items()}
+                tensors = {key: t.half() if t.is_floating_point() else t for key, t in tensors.items()}
+                layer = host.layers[layer_name]
+                with contextlib.suppress(Exception):  # some families refuse attention, in full precision too
+                    key = layer_name + part
+                    net.modules[key] = host.networks.create_module(net, key, tensors, layer)
+                exact = {key: to_numpy(t.float()) if t.is_floating_point() else t.numpy() for key, t in tensors.items()}
+                wanted.append(families.added(exact, chunk)[0])
+            nets.append((net, wanted))
+        host.networks.extra_network_lora.errors.clear()
+        host.run_networks(*(net for net, _ in nets))
+        errors = host.networks.extra_network_lora.errors
+        assert not errors.get("b")
+        if len(nets[0][0].modules) == len(parts) and not errors:
+            acted.add(family)
+            total = [sum(wanted) for wanted in zip(*(wanted for _, wanted in nets))]
+        else:
+            total = nets[1][1]
+        deltas = [np.concatenate(total[:3]), *total[3:]]
+        for weight, base, delta in zip(stacked(host, layer_name), before, deltas):
+            error = np.abs(plain(weight) - base - delta).max()
+            allowed = 0.07 * np.abs(base + delta).max() if isinstance(weight, QuantWeight) and not at_run_time else 1e-3
+            assert error <= allowed, family
+    assert acted >= {"lora", "loha", "lokr", "full", "ia3-input"}
+    host.run_networks()
+    assert host.fingerprint() == bits
+
+
+def plain(weight):
+    """Its values in float64, with whatever is added at run time."""
+    return to_numpy(weight.dequantize(torch.float32) if isinstance(weight, QuantWeight) else weight)
+
+
+def test_nine_channels(host, library):
+    """An inpainting model's first convolution: networks for four channels act on the first four."""
+    host.checkpoint(kind="inpaint")
+    host.start(fp8_keep_layers="", **ON)
+    name = "diffusion_model_input_blocks_0_0"
+    base = library.original(name)
+    for family in known(host):
+        if families.CONV not in families.FAMILIES[family].kinds or family.startswith(("ia3", "oft", "boft")):
+            continue  # these multiply all nine
+        if "dora" in family:
+            continue  # their magnitudes are those of a weight of four
+        net = host.networks.Network("a")
+        four = base[:, :4]
+        made = families.make(family, four.shape, library.random, 0.2 * four.std(), four, rank=4)
+        tensors = {key: torch.from_numpy(np.asarray(value)).half() for key, value in made.items()}
+        net.modules[name] = host.networks.create_module(net, name, tensors, host.layers[name])
+        delta = families.added({key: to_numpy(t.float()) for key, t in tensors.items()}, four)[0]
+        host.networks.extra_network_lora.errors.clear()
+        host.run_networks(net)
+        if host.networks.extra_network_lora.errors:  # the WebUI's own code cannot give it the shape of four channels
+            assert family not in ("lora", "locon", "full")
+            delta = 0
+        exact = np.concatenate([four + delta, base[:, 4:]], axis=1)
+        assert np.abs(plain(host.layers[name].weight) - exact).max() <= 0.07 * np.abs(exact).max(), family
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
