@@ -1,7 +1,8 @@
 """What LoRA and LyCORIS networks add to a weight, in float64 numpy, and random networks in their files' own layout.
 
 It knows nothing of the extension, of torch or of the WebUI: the formulas are those of the trainers that write the files
-(kohya-ss/sd-scripts and KohakuBlueleaf/LyCORIS), so that it can judge what others make of the same tensors.
+(kohya-ss/sd-scripts and KohakuBlueleaf/LyCORIS), so that it can judge what others make of the same tensors. GLoRA is
+the exception: its factors are in the order in which the WebUI reads them, since files of today's LyCORIS fail there.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _own_options() -> dict[str, Any]:
     ).info(
         "merged: all LoRAs are summed over the original weights and rounded once; the checkpoint file is read layer by"
         " layer and takes no memory, a copy in RAM takes as much as the model in 16 bits; at run time: nothing is read"
-        " or rounded, each step takes a little longer"
+        " or rounded, each step takes longer"
     )
     return options
 

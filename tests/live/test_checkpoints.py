@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from live.client import Client
+from live.client import PROMPT, Client
 from live.conftest import START
 
 
@@ -97,8 +97,11 @@ def test_sdxl_text_encoders_one_by_one(webui: Client, need):
     assert prefixes == {"1"}
 
 
+NETWORKS = PROMPT + "<lora:sdxl-all:1>"
+
+
 def _check_refiner(client: Client, need) -> None:
-    need("sdxl", "sdxl-refiner")
+    need("sdxl", "sdxl-refiner", "lora/sdxl-all")
     client.set(fp8_storage="Disable")
     _use(client, "sdxl")
     fields = {"refiner_checkpoint": "sdxl-refiner.safetensors", "refiner_switch_at": 0.5, "steps": 6}
@@ -108,6 +111,11 @@ def _check_refiner(client: Client, need) -> None:
     assert on != plain
     assert client.status()["enabled"] is True
     assert client.txt2img(**fields) == on
+    with_networks = client.txt2img(NETWORKS, **fields)  # for the base alone; the refiner's layers have other names
+    assert with_networks != on
+    assert client.txt2img(**fields) == on
+    assert client.txt2img(NETWORKS, **fields) == with_networks
+    assert set(client.status()["lora_layers"]) <= {"checkpoint file"}
     client.set(fp8_storage="Disable")
     assert client.txt2img(**fields) == plain
 

@@ -174,6 +174,48 @@ def test_other_ways_of_applying(enabled: Client, choice, console):
     assert enabled.probe("parameters") == bits
 
 
+HIRES = {
+    "enable_hr": True,
+    "hr_scale": 2,
+    "hr_upscaler": "Latent",
+    "hr_second_pass_steps": 4,
+    "denoising_strength": 0.7,
+}
+
+
+@pytest.mark.parametrize("choice", ["Merge from checkpoint file", "Add at run time"])
+def test_other_networks_in_the_hires_pass(enabled: Client, choice):
+    """Each pass has its own; the same again, whatever was made between; and nothing is left."""
+    enabled.set(fp8_lora=choice)
+    bits, fields = enabled.probe("parameters"), {"hr_prompt": with_loras("shapes-stripes"), **HIRES}
+    first = enabled.txt2img(with_loras("shapes-outline"), **fields)
+    assert first != enabled.txt2img(with_loras("shapes-outline"), **HIRES)
+    assert first != enabled.txt2img(with_loras("shapes-stripes"), **fields)
+    assert enabled.txt2img(with_loras("shapes-outline"), **fields) == first
+    enabled.txt2img()
+    assert enabled.probe("parameters") == bits
+    enabled.set(fp8_storage="Disable")
+    assert first.psnr(enabled.txt2img(with_loras("shapes-outline"), **fields)) > 20
+
+
+def test_a_bundled_embedding(enabled: Client, shared_webui, installation):
+    """A word that comes with a LoRA is not a network's business: it acts as in full precision, and goes with it."""
+    if installation.version < (1, 7):
+        pytest.skip("this WebUI's Lora code knows no bundled embeddings")
+    weights = load_file(EMBEDDED.parent / "loras/shapes-stripes.safetensors")
+    words = load_file(EMBEDDED)["cond_stage_model.transformer.text_model.embeddings.token_embedding.weight"]
+    word = "bundle_emb.fp8word.string_to_param.*"
+    save_file({**weights, word: words[1000:1001].float()}, shared_webui.data / "models/Lora/bundled.safetensors")
+    enabled.request("/sdapi/v1/refresh-loras", {})
+    tag, bits = "<lora:bundled:0>", enabled.probe("parameters")
+    plain, known = enabled.txt2img("fp8word"), enabled.txt2img("fp8word" + tag)
+    assert known != plain
+    assert enabled.txt2img("fp8word") == plain
+    assert enabled.probe("parameters") == bits
+    enabled.set(fp8_storage="Disable")
+    assert known.psnr(enabled.txt2img("fp8word" + tag)) > 20
+
+
 TEXT_ENCODERS = {"fp8_clip_l": True, "fp8_open_clip": True}
 
 
