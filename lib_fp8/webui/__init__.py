@@ -80,8 +80,7 @@ def before_process_batch(p: Any) -> None:
 
 def postprocess(p: Any) -> None:
     """A job is done."""
-    for model in loading.converted_models():
-        lora.after_job(model)
+    lora.after_job(loading.converted_models())
 
 
 __all__ = [

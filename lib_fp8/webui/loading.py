@@ -92,6 +92,8 @@ def _summarise(record: Record) -> None:
 
 
 def _new_record(targets: list[Target], storage: Storage, filename: str, copies: Copies | None) -> Record:
+    if storage == FULL_PRECISION:
+        return Record()
     file = CheckpointFile(filename, sd_models.get_state_dict_from_checkpoint)
     originals = Originals(file, _packing_dtype(), copies)
     for target in targets:
@@ -201,10 +203,14 @@ def _check_readable(model: Any, info: Any) -> None:
     loaded = [model, *sd_models.model_data.loaded_sd_models]
     if any(m is not None and m.sd_checkpoint_info.filename == checkpoint.filename for m in loaded):
         return
-    if (damage := checkpoint_damage(checkpoint.filename)) is not None:
+    _check_whole(checkpoint.filename)
+
+
+def _check_whole(filename: str) -> None:
+    if (damage := checkpoint_damage(filename)) is not None:
         raise RuntimeError(
-            f"{checkpoint.filename} is damaged or incomplete and cannot be loaded ({damage}). "
-            "Download it again; the model that was loaded before stays in use."
+            f"{filename} is missing, damaged or incomplete and cannot be loaded ({damage}). Put it back or download it "
+            "again; the model that was loaded before stays in use."
         )
 
 
@@ -270,6 +276,7 @@ def reload_from_file(model: Any) -> None:
     anything is taken apart.
     """
     timer = Timer()
+    _check_whole(model.sd_checkpoint_info.filename)
     state_dict = sd_models.get_checkpoint_state_dict(model.sd_checkpoint_info, timer)
     sd_unet.apply_unet("None")
     sd_models.send_model_to_cpu(model)

@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from modules import shared
 
 from lib_fp8.branch import Branch, Computed, LowRank
 from lib_fp8.capability import is_out_of_memory
-from lib_fp8.source import COPY, FILE
+from lib_fp8.source import COPY, FILE, Originals
 from lib_fp8.webui.deltas import (
     Use,
     delta_of,
@@ -203,6 +204,7 @@ def _change(record: Record, layer: torch.nn.Module, slots: Slots, uses: tuple[Us
 
 def _find_original(record: Record, layer: torch.nn.Module, slot: WeightSlot, changes: Changes) -> None:
     assert record.originals is not None
+    _holding.add(record.originals)
     try:
         slot.find_original(record.originals, changes)
     except OriginalGoneError as error:
@@ -301,6 +303,9 @@ def forget(model: torch.nn.Module) -> None:
             problem = error
     if problem is not None:
         raise problem
+    originals = record_of(model).originals
+    if originals is not None:
+        originals.release()
 
 
 def _take_out_as_the_host_does(layer: torch.nn.Module) -> None:
@@ -351,18 +356,32 @@ def layers_by_source(model: torch.nn.Module) -> dict[str, int]:
     return dict(Counter(source for slot, source in _sources(model) if slot.in_8_bits))
 
 
-def after_job(model: torch.nn.Module) -> None:
-    """Say on the console what became of networks if that is new, and let go of a checkpoint that is not needed."""
-    record = record_of(model)
-    if record.originals is None:
-        return
-    found = layers_by_source(model)
-    if found != record.lora_said:
-        record.lora_said = found
-        if found:
+_holding: WeakSet[Originals] = WeakSet()
+"""Those whose file is held, until a job is done without need of it."""
+
+
+def after_job(models: list[torch.nn.Module]) -> None:
+    """Say on the console what became of networks if that is new, and let go of checkpoints that are not needed.
+
+    A mapped file can be neither replaced nor deleted on Windows.
+
+    Args:
+        models: all that are in memory and have parts in 8 bits.
+    """
+    for model in models:
+        if not any(host.loaded_networks for host in hosts()):
+            with contextlib.suppress(OriginalGoneError):  # said when the layer is used
+                forget(model)  # also of a text encoder that did not run, since the WebUI remembers what it gave
+        record, found = record_of(model), layers_by_source(model)
+        if found and found != record.lora_said:
             print(f"FP8 weight: {described(found)}")
-    if all(source != FILE for _, source in _sources(model)):
-        record.originals.release()  # a mapped file can be neither replaced nor deleted on Windows
+        record.lora_said = found
+        if record.originals is not None and all(source != FILE for _, source in _sources(model)):
+            record.originals.release()
+    in_memory = [record_of(model).originals for model in models]
+    for originals in [held for held in _holding if held not in in_memory]:
+        originals.release()
+        _holding.discard(originals)
 
 
 _WORDS = {

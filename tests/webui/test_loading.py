@@ -392,7 +392,7 @@ class TestBrokenFiles:
         """The WebUI unwraps the text encoder, then reads, and does not wrap it again if that fails."""
         path = host.folder / "b.safetensors"
         path.write_bytes(path.read_bytes()[:size]) if size is not None else path.unlink()
-        with pytest.raises(RuntimeError, match=r"b\.safetensors is damaged or incomplete") as caught:
+        with pytest.raises(RuntimeError, match=r"b\.safetensors is missing, damaged or incomplete") as caught:
             host.switch_to(host.b)
         assert "the model that was loaded before stays" in str(caught.value)
         self.assert_in_use(host, loaded)

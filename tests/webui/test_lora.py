@@ -460,6 +460,15 @@ class TestChangesWhileMerged:
         host.run_networks()
         assert host.fingerprint() == bits[0]
 
+    def test_after_switching_off_the_host_merges(self, host, bits, nets, monkeypatch):
+        host.set(fp8_storage="Disable")
+        monkeypatch.setattr(host.lora, "_change", lambda *_: pytest.fail("not ours"))
+        for used in ([nets.full("a", TO_Q)], [], [nets.full("b", TO_Q)], []):
+            host.networks.loaded_networks[:] = used
+            host.job()
+            host.run_networks(*used)
+            assert (host.fingerprint() == bits[0]) == (not used)
+
     def test_another_format(self, host, bits, nets):
         a = nets.make("a")
         host.run_networks(a)

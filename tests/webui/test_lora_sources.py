@@ -152,6 +152,37 @@ def test_the_file_is_held_while_networks_are_merged(sd1, nets):
     assert not is_open(sd1)
 
 
+def test_a_job_without_networks_takes_them_out_everywhere(sd1, nets):
+    """Also of a text encoder that does not run, since the WebUI remembers what it gave for the prompt."""
+    bits = sd1.fingerprint()
+    sd1.job()
+    sd1.run_networks(nets.make("a"))
+    sd1.networks.loaded_networks.clear()
+    p = sd1.job()
+    assert p.encoded == 0
+    assert sd1.fingerprint() == bits
+    assert not is_open(sd1)
+
+
+def test_the_file_of_a_former_model_is_let_go(newest, nets):
+    """Though the model itself may wait for Python's collector."""
+    newest.checkpoint()
+    newest.start(**ON)
+    newest.run_networks(nets.make("a"))
+    former, originals = newest.model, newest.storage.record_of(newest.model).originals
+    assert originals.file.is_open
+    newest.switch_to(newest.checkpoint("b", kind="sd2"))
+    assert newest.model is not former
+    newest.job()
+    assert not originals.file.is_open
+
+
+def test_reload_ui_lets_the_file_go(sd1, nets):
+    sd1.run_networks(nets.make("a"))
+    sd1.reload_ui()
+    assert not is_open(sd1)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows lets nobody delete a file that is held")
 def test_a_file_that_is_deleted_or_replaced_while_networks_are_merged(sd1, nets):
     """It is still there for whoever holds it."""
@@ -213,7 +244,7 @@ class TestAnOriginalThatIsGone:
         path.unlink()
         with pytest.raises(RuntimeError, match="has changed"):
             broken.job()
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(RuntimeError, match=r"a\.safetensors is missing, damaged or incomplete"):
             broken.job()
         path.write_bytes(content)
         assert broken.job().pictures
