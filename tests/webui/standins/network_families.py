@@ -1,7 +1,6 @@
 """The Lora extension's network modules: every family that a generation knows, with its dtypes and its weaknesses."""
 
 import itertools
-import math
 
 import torch
 from modules import at_least, devices, tiny_models
@@ -226,18 +225,13 @@ class NetworkModuleOFT(NetworkModule):
         self.oft_blocks = tensors["oft_diag" if rotations else "oft_blocks"]
         self.dim = self.oft_blocks.shape[1 if rotations else 0]
         if not rotations:
-            self.alpha = tensors.get("alpha") if at_least(8) else tensors["alpha"]
+            self.alpha = tensors.get("alpha")
         if layer in _LINEAR:
             self.out_dim = sd_module.out_features
         elif layer in (nn.Conv2d, nn.MultiheadAttention):
             self.out_dim = sd_module.out_channels if layer is nn.Conv2d else sd_module.embed_dim
         self.constraint = None if rotations else (0 if self.alpha is None else self.alpha) * self.out_dim
         self.num_blocks, self.block_size = self.dim, self.out_dim // self.dim
-        if not at_least(8):
-            self.is_kohya = not rotations
-            if rotations:
-                self.block_size, self.num_blocks = _factorized(self.out_dim, self.dim)
-            return
         self.is_R, self.is_boft, self.rescale = rotations, self.oft_blocks.dim() == 4, tensors.get("rescale")
         if self.rescale is not None and not (at_least(9) and layer is nn.MultiheadAttention):
             self.rescale = self.rescale.reshape(-1, *[1] * (sd_module.weight.dim() - 1))
@@ -252,16 +246,16 @@ class NetworkModuleOFT(NetworkModule):
         if self.constraint is None:
             return blocks
         eye = torch.eye(self.block_size, device=blocks.device)
-        skew = blocks - (blocks.transpose(-1, -2) if at_least(8) else blocks.transpose(1, 2))
-        if not at_least(8) or self.constraint != 0:
+        skew = blocks - blocks.transpose(-1, -2)
+        if self.constraint != 0:
             norm = torch.norm(skew.flatten())
             skew = skew * ((torch.clamp(norm, max=self.constraint.to(blocks.device)) + 1e-8) / (norm + 1e-8))
         return _to(orig_weight, torch.matmul(eye + skew, (eye - skew).float().inverse()))[0]
 
     def calc_updown(self, orig_weight):
-        # Rotations and weight are multiplied as they are: since 1.8 their dtypes may differ, which torch refuses.
+        # Rotations and weight are multiplied as they are: their dtypes may differ, which torch refuses.
         rotations, rest = self._rotations(orig_weight), orig_weight.shape[1:]
-        if at_least(8) and self.is_boft:
+        if self.is_boft:
             merged = orig_weight
             for i in range(self.boft_m):
                 half = 2**i * (self.boft_b // 2)
@@ -271,7 +265,7 @@ class NetworkModuleOFT(NetworkModule):
         else:
             merged = orig_weight.reshape(self.num_blocks, self.block_size, *rest)
             merged = torch.einsum("b i j, b i ... -> b j ...", rotations, merged).reshape(-1, *rest)
-        if at_least(8) and self.rescale is not None:
+        if self.rescale is not None:
             merged = self.rescale.to(merged) * merged
         (merged,) = _to(orig_weight, merged)
         return self.finalize_updown(merged - orig_weight.to(merged.dtype), orig_weight, orig_weight.shape)
@@ -283,18 +277,9 @@ def _swapped(tensor, outer, inner):
     return grouped.permute(0, 2, 1, *range(3, grouped.dim())).reshape(tensor.shape)
 
 
-def _factorized(number, wanted):
-    """Size and number of blocks as 1.7 finds them: the smaller one first, whichever a file has."""
-    if wanted > 0 and number % wanted == 0:
-        small = min(wanted, number // wanted)
-    else:
-        small = max(m for m in range(1, math.isqrt(number) + 1) if number % m == 0 and m <= max(wanted, 1))
-    return small, number // small
-
-
 _FAMILIES = [
     *(NetworkModuleLora, NetworkModuleHada, NetworkModuleIa3, NetworkModuleLokr, NetworkModuleFull, NetworkModuleNorm),
-    *((NetworkModuleGLora, NetworkModuleOFT) if at_least(7) else ()),
+    *((NetworkModuleGLora, NetworkModuleOFT) if at_least(8) else ()),  # in truth since 1.7, which is not played
 ]
 
 
