@@ -242,7 +242,7 @@ def tell_misfit(name: str, errors: dict[str, int], layer_name: str, error: Excep
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         print(
             f"FP8 weight: network {name} does not fit layer {layer_name} and is left out there: {reason} "
-            "(further layers are only counted)",
+            "(the WebUI counts further layers below the picture)",
             file=sys.stderr,
         )
 

@@ -203,14 +203,14 @@ def _check_readable(model: Any, info: Any) -> None:
     loaded = [model, *sd_models.model_data.loaded_sd_models]
     if any(m is not None and m.sd_checkpoint_info.filename == checkpoint.filename for m in loaded):
         return
-    _check_whole(checkpoint.filename)
+    _check_whole(checkpoint.filename, "The model that was loaded before stays in use.")
 
 
-def _check_whole(filename: str) -> None:
+def _check_whole(filename: str, consequence: str = "") -> None:
     if (damage := checkpoint_damage(filename)) is not None:
         raise RuntimeError(
-            f"{filename} is missing, damaged or incomplete and cannot be loaded ({damage}). Put it back or download it "
-            "again; the model that was loaded before stays in use."
+            f"{filename} is missing, damaged or incomplete and cannot be loaded ({damage}). "
+            f"Put it back, download it again, or choose another checkpoint. {consequence}".rstrip()
         )
 
 

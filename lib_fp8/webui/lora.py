@@ -210,9 +210,9 @@ def _find_original(record: Record, layer: torch.nn.Module, slot: WeightSlot, cha
     except OriginalGoneError as error:
         record.is_stale = True
         raise OriginalGoneError(
-            f"FP8 weight: {error}, so the networks merged into {getattr(layer, 'network_layer_name', 'a layer')} "
-            "cannot be taken out. The checkpoint is loaded again for the next picture: put the file back, or choose "
-            "another checkpoint."
+            f"FP8 weight: {error}, so the LoRAs merged into the model cannot be taken out. Generate again: the "
+            "checkpoint is then loaded anew. If the file is gone, put it back or choose another checkpoint. "
+            f"(Layer {getattr(layer, 'network_layer_name', 'unknown')})"
         ) from None
 
 
@@ -385,8 +385,8 @@ def after_job(models: list[torch.nn.Module]) -> None:
 
 
 _WORDS = {
-    FILE: "merged over the originals in the checkpoint file in {} layers",
-    COPY: "merged over the originals in RAM in {} layers",
+    FILE: "merged in {} layers (originals read from the checkpoint file)",
+    COPY: "merged in {} layers (originals read from the copy in RAM)",
     RUN_TIME: "added at run time in {} layers",
 }
 

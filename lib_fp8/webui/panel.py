@@ -105,12 +105,13 @@ def status_html() -> str:
 
 
 def _lora_line(now: dict[str, Any]) -> str:
-    if now["lora_layers"]:
-        line = lora.described(now["lora_layers"])
-    else:
-        line = f"LoRA: none in use ({now['lora']})"
-    problem = now["lora_problem"] if now["lora"] == LORA_FROM_FILE else None
-    return f"{line}." if problem is None else f"{line}; {problem}, so it is added at run time."
+    layers, problem = now["lora_layers"], now["lora_problem"] if now["lora"] == LORA_FROM_FILE else None
+    line = lora.described(layers) if layers else f"LoRA: none in use ({now['lora']})"
+    if problem is None:
+        return f"{line}."
+    if lora.FILE in layers:
+        return f"{line}. It cannot be taken out: {problem}. Put the file back, or choose another checkpoint."
+    return f"{line}, because {problem}." if layers else f"{line}. {problem}, so LoRA will be added at run time."
 
 
 def _wrap(content: str) -> str:

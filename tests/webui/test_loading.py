@@ -394,7 +394,7 @@ class TestBrokenFiles:
         path.write_bytes(path.read_bytes()[:size]) if size is not None else path.unlink()
         with pytest.raises(RuntimeError, match=r"b\.safetensors is missing, damaged or incomplete") as caught:
             host.switch_to(host.b)
-        assert "the model that was loaded before stays" in str(caught.value)
+        assert "The model that was loaded before stays" in str(caught.value)
         self.assert_in_use(host, loaded)
 
     def test_one_with_wrong_shapes_is_given_up_by_the_webui(self, host, loaded):

@@ -73,7 +73,7 @@ def test_a_file_that_changed_is_not_the_original(sd1, nets, change):
     assert_added(sd1, nets, a, base=base)
     assert layers(sd1) == {RUN_TIME: 4}
     assert "a.safetensors has changed on disk or cannot be read" in sd1.panel.status()["lora_problem"]
-    assert "so it is added at run time" in sd1.panel.status_html()
+    assert "LoRA added at run time in 4 layers, because a.safetensors has changed" in sd1.panel.status_html()
     sd1.run_networks()
     assert sd1.fingerprint() == bits
 
@@ -214,9 +214,7 @@ class TestAnOriginalThatIsGone:
 
     def test_it_is_said_and_the_next_picture_is_right(self, broken, nets):
         broken.networks.loaded_networks.clear()
-        with pytest.raises(
-            RuntimeError, match=r"a.safetensors has changed on disk .* loaded again for the next picture"
-        ):
+        with pytest.raises(RuntimeError, match=r"a.safetensors has changed on disk .* is then loaded anew"):
             broken.job()
         broken.job()
         assert layers(broken) == {}
@@ -339,6 +337,6 @@ def test_the_console_says_it_once(sd1, nets, capsys):
     sd1.networks.loaded_networks[:] = [nets.make("a", IN_8_BITS)]
     sd1.job()
     sd1.job()
-    line = "FP8 weight: LoRA merged over the originals in the checkpoint file in 4 layers"
+    line = "FP8 weight: LoRA merged in 4 layers (originals read from the checkpoint file)"
     assert capsys.readouterr().out.count(line) == 1
-    assert "LoRA merged over the originals in the checkpoint file in 4 layers." in sd1.panel.status_html()
+    assert "LoRA merged in 4 layers (originals read from the checkpoint file)." in sd1.panel.status_html()

@@ -144,7 +144,7 @@ def test_where_networks_were_added(host):
     weight = host.layers["diffusion_model_middle_block_0_to_q"].weight
     net.modules["diffusion_model_middle_block_0_to_q"] = host.networks.NetworkModule(net, diff=weight.dequantize())
     host.run_networks(net)
-    assert "LoRA merged over the originals in the checkpoint file in 1 layers." in host.panel.status_html()
+    assert "LoRA merged in 1 layers (originals read from the checkpoint file)." in host.panel.status_html()
     host.set(fp8_lora="Add at run time")
     host.run_networks(net)
     assert "LoRA added at run time in 1 layers." in host.panel.status_html()
