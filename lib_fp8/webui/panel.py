@@ -11,6 +11,7 @@ from modules import sd_models
 
 from lib_fp8 import measure
 from lib_fp8.report import mebibytes
+from lib_fp8.source import FILE
 from lib_fp8.webui import lora
 from lib_fp8.webui.settings import LORA_FROM_FILE
 from lib_fp8.webui.storage import FULL_PRECISION, record_of
@@ -109,7 +110,7 @@ def _lora_line(now: dict[str, Any]) -> str:
     line = lora.described(layers) if layers else f"LoRA: none in use ({now['lora']})"
     if problem is None:
         return f"{line}."
-    if lora.FILE in layers:
+    if FILE in layers:
         return f"{line}. It cannot be taken out: {problem}. Put the file back, or choose another checkpoint."
     return f"{line}, because {problem}." if layers else f"{line}. {problem}, so LoRA will be added at run time."
 
