@@ -404,7 +404,9 @@ def test_a_checkpoint_without_text_encoder(host, nets, choice):
     host.start(fp8_lora=choice, **ON)
     text = {name: bits for name, bits in host.fingerprint().items() if name.startswith("cond_stage_model")}
     other = host.checkpoint("unet", seed=5)
-    values = {name: value for name, value in host.values("unet").items() if not name.startswith("cond_stage_model")}
+    values = {
+        name: value.clone() for name, value in host.values("unet").items() if not name.startswith("cond_stage_model")
+    }
     safetensors.torch.save_file(values, other.filename)
     host.run_networks(nets.make("a", bias=True))
     host.switch_to(other)

@@ -46,7 +46,7 @@ def test_the_checkpoint_file(sd1, nets):
 def test_names_of_an_older_kind(host, nets):
     """The WebUI renames tensors of some checkpoints while it reads them."""
     info = host.checkpoint()
-    values = host.values()
+    values = {name: value.clone() for name, value in host.values().items()}  # the file they may lie in is rewritten
     old = {
         name.replace("transformer.text_model.encoder", "transformer.encoder"): value for name, value in values.items()
     }
