@@ -16,6 +16,14 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 PROMPT = "a red circle on a blue background"
+HIRES = {
+    "enable_hr": True,
+    "hr_scale": 2,
+    "hr_upscaler": "Latent",
+    "hr_second_pass_steps": 4,
+    "denoising_strength": 0.7,
+}
+"""Fields of a request for a second pass at twice the size."""
 
 
 class ApiError(RuntimeError):

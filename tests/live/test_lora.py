@@ -16,7 +16,7 @@ from helpers import reference_pack
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from live.client import PROMPT, Client
+from live.client import HIRES, PROMPT, Client
 from live.webui import EMBEDDED
 
 BORDERLINE = 1e-5
@@ -172,15 +172,6 @@ def test_other_ways_of_applying(enabled: Client, choice, console):
     assert enabled.txt2img(prompt, override_settings=enabled.probe("paste", text=applied.infotext)) == applied
     enabled.txt2img()
     assert enabled.probe("parameters") == bits
-
-
-HIRES = {
-    "enable_hr": True,
-    "hr_scale": 2,
-    "hr_upscaler": "Latent",
-    "hr_second_pass_steps": 4,
-    "denoising_strength": 0.7,
-}
 
 
 @pytest.mark.parametrize("choice", ["Merge from checkpoint file", "Add at run time"])

@@ -9,20 +9,13 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from live.client import Client, Picture
+from live.client import HIRES, Client, Picture
 from live.conftest import reset
 from live.test_pictures import FULL, LEAST_COSINE, PROMPTS, Album, cosine, pixels_changed
 
 FORMATS = ("float8_e4m3fn", "int8")
 COUNT = 2
 STEPS = 6
-HIRES = {
-    "enable_hr": True,
-    "hr_scale": 2,
-    "hr_upscaler": "Latent",
-    "hr_second_pass_steps": 4,
-    "denoising_strength": 0.7,
-}
 OUTLINE = "<lora:shapes-outline:1>"
 
 

@@ -231,7 +231,7 @@ class TestTheBuiltInConversion:
 
     def test_what_it_left_is_converted_anew(self, newest):
         """The extension is switched on while the WebUI has float8 weights of its own."""
-        need_format(DEFAULT)
+        need_format(FORMAT_NAMES[0])
         newest.checkpoint()
         newest.start(extension=False, cache_fp16_weight=True, **ON)
         assert newest.devices.fp8
@@ -243,7 +243,7 @@ class TestTheBuiltInConversion:
         assert not any(hasattr(module, "fp16_weight") for module in newest.model.modules())
 
     def test_takes_over_again_when_the_extension_is_switched_off(self, newest):
-        need_format(DEFAULT)
+        need_format(FORMAT_NAMES[0])
         newest.checkpoint()
         newest.start(extension=False, **ON)
         built_in = newest.fingerprint()

@@ -204,11 +204,17 @@ def originals(host, layer_name):
 
 
 @pytest.mark.parametrize("at_run_time", [False, True], ids=["merged", "at run time"])
-@pytest.mark.parametrize("kind", FUSED)
-def test_projections(host, library, kind, at_run_time):
-    """Each family on attention and on SD3's fused layer, with another one beside it; or told, and nothing done."""
-    if kind == "sd3" and host.minor < 10:
-        pytest.skip("this WebUI has no SD3")
+def test_projections_of_attention(host, library, at_run_time):
+    check_projections(host, library, "sd2", at_run_time)
+
+
+@pytest.mark.parametrize("at_run_time", [False, True], ids=["merged", "at run time"])
+def test_projections_of_sd3(newest, library, at_run_time):
+    check_projections(newest, library, "sd3", at_run_time)
+
+
+def check_projections(host, library, kind, at_run_time):
+    """Each family on such a layer, with another one beside it; or told, and nothing done."""
     host.checkpoint(kind=kind)
     host.start(fp8_lora=RUN_TIME if at_run_time else "Merge from checkpoint file", **ON)
     layer_name, parts = FUSED[kind]
