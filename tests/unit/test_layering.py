@@ -11,7 +11,7 @@ LEVELS = (
     {"scripts"},
     {"webui", "cli", "__main__"},
     {"lib_fp8"},  # the public names, for those who use the library
-    {"convert", "merge", "checkpoint"},
+    {"convert", "merge", "checkpoint", "peak"},
     {"report"},
     {"compute", "policy", "source"},
     {"qweight"},
