@@ -6,7 +6,7 @@ from typing import Any
 
 from modules import script_callbacks, sd_models, shared
 
-from lib_fp8.webui import conditioning, infotext, loading, lora, panel, settings, xyz
+from lib_fp8.webui import animatediff, conditioning, controlnet, infotext, loading, lora, panel, settings, xyz
 from lib_fp8.webui.patching import Patches
 
 _patches = Patches()
@@ -45,7 +45,8 @@ def register_callbacks(extension_name: str) -> None:
 
 def _all_scripts_are_loaded() -> None:
     xyz.add_axes()
-    lora.install(_patches)  # for a Lora extension that was loaded after this one
+    for part in (lora, animatediff, controlnet):  # for extensions that were loaded after this one
+        part.install(_patches)
 
 
 def uninstall(extension_name: str) -> None:

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from modules import devices, script_callbacks, sd_hijack, sd_models, sd_unet, shared
+from modules import devices, script_callbacks, sd_disable_initialization, sd_hijack, sd_models, sd_unet, shared
 from modules.timer import Timer
 from tqdm import tqdm
 
 from lib_fp8 import ConversionError, StreamingConversion, convert_models, plan, restore_model
+from lib_fp8.peak import LoadPeak
 from lib_fp8.policy import LayerPlan, quantized_layers
+from lib_fp8.report import mebibytes
 from lib_fp8.source import CheckpointFile, Copies, Originals, checkpoint_damage
-from lib_fp8.webui import lora
+from lib_fp8.webui import animatediff, controlnet, lora
 from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.settings import (
     LORA_FROM_COPY,
@@ -23,6 +25,7 @@ from lib_fp8.webui.settings import (
     lora_choice,
     overrides_are_announced,
     overrides_are_in_force,
+    packing_dtype,
     wanted_storage,
 )
 from lib_fp8.webui.slots import OriginalGoneError, weight_name
@@ -59,11 +62,6 @@ def _say(text: str) -> None:
     print(f"FP8 weight: {text}")
 
 
-def _packing_dtype() -> torch.dtype | None:
-    """The dtype that the WebUI gives the model after loading; None if it keeps what it loads (--no-half)."""
-    return None if shared.cmd_opts.no_half else torch.float16
-
-
 @contextlib.contextmanager
 def _progress(targets: list[Target], storage: Storage) -> Iterator[Callable[[LayerPlan], None]]:
     """A bar on the console, one step for each layer that is to be converted."""
@@ -81,21 +79,23 @@ def _progress(targets: list[Target], storage: Storage) -> Iterator[Callable[[Lay
         bar.refresh()
 
 
-def _summarise(record: Record) -> None:
+def _summarise(record: Record, peak: int | None = None) -> None:
     if record.applied.note is not None:
         _say(record.applied.note)
     for part, report in record.reports.items():
         for note in report.notes:
             _say(f"{part}: {note}")
     if record.reports:
-        _say("; ".join(f"{part} {report.summary()}" for part, report in record.reports.items()))
+        line = "; ".join(f"{part} {report.summary()}" for part, report in record.reports.items())
+        while_loading = "" if peak is None else f"; the whole model never took more than {mebibytes(peak)}"
+        _say(line + while_loading)
 
 
 def _new_record(targets: list[Target], storage: Storage, filename: str, copies: Copies | None) -> Record:
     if storage == FULL_PRECISION:
         return Record()
     file = CheckpointFile(filename, sd_models.get_state_dict_from_checkpoint)
-    originals = Originals(file, _packing_dtype(), copies)
+    originals = Originals(file, packing_dtype(), copies)
     for target in targets:
         for name, module in target.module.named_modules():
             if (weight := weight_name(module)) is not None:
@@ -125,7 +125,11 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
             lora.forget(model) if state_dict is None else lora.take_out_of_layers_not_in(model, state_dict)
         try:
             copies = _new_copies()
-            with _progress(targets, wanted) as progress, _streaming(targets, wanted, progress, copies) as stream:
+            with contextlib.ExitStack() as stack:
+                progress = stack.enter_context(_progress(targets, wanted))
+                load = stack.enter_context(LoadPeak(model))
+                stream = stack.enter_context(_streaming(targets, wanted, progress, copies))
+                stack.enter_context(_emptying(state_dict, model))
                 result = original(model, checkpoint_info, state_dict, timer)
         except ConversionError as error:
             print(
@@ -143,10 +147,22 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
             target.kind: report for target, report in zip(targets, stream.reports()) if report is not None
         }
         set_record(model, record)
-        _summarise(record)
+        _summarise(record, load.peak)
         return result
 
     return load_model_weights
+
+
+def _emptying(state_dict: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Let the values of a state dict go as they are taken.
+
+    The WebUI does so itself where it fills a new model, but not where it fills one again. A state dict that it caches
+    must stay.
+    """
+    is_new = any(parameter.is_meta for parameter in model.parameters())
+    if state_dict is None or is_new or shared.opts.sd_checkpoint_cache > 0:
+        return contextlib.nullcontext()
+    return sd_disable_initialization.LoadStateDictOnMeta(state_dict, device=devices.cpu)
 
 
 def _streaming(
@@ -157,7 +173,7 @@ def _streaming(
 ) -> StreamingConversion:
     pairs = [(target.module, storage.policy_for(target.kind)) for target in targets]
     keep = None if copies is None else copies.keep
-    return StreamingConversion(pairs, dtype=_packing_dtype(), progress=progress, keep=keep)
+    return StreamingConversion(pairs, dtype=packing_dtype(), progress=progress, keep=keep)
 
 
 def _following_settings(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,14 +231,21 @@ def _check_whole(filename: str, consequence: str = "") -> None:
 
 
 def follow_settings(model: Any) -> None:
-    """Bring a loaded model into the storage that the settings want; does nothing where it is so already.
+    """Bring a loaded model, and what other extensions add to it, into the storage that the settings want.
 
-    A conversion that fails leaves the model as it was, and is not tried again until the settings change.
+    Does nothing where it is so already. A conversion that fails leaves the model as it was, and is not tried again
+    until the settings change.
 
     Raises:
         SettingError: a setting has an impossible value.
         Exception: whatever reading the checkpoint again raises; the model is as it was.
     """
+    _follow_with_model(model)
+    animatediff.follow_settings(model)
+    controlnet.follow_settings(model)
+
+
+def _follow_with_model(model: Any) -> None:
     wanted = wanted_storage(model)
     record = record_of(model)
     if wanted == record.refused:
@@ -241,10 +264,11 @@ def follow_settings(model: Any) -> None:
     has_all = (
         record.applied == FULL_PRECISION or lora_choice() != LORA_FROM_COPY
     )  # copies are made of all parts at once
-    if converts and has_all and not record.is_stale:
-        _convert_in_place(model, changed, wanted)
-    else:
-        reload_from_file(model)
+    with animatediff.taken_out(model):
+        if converts and has_all and not record.is_stale:
+            _convert_in_place(model, changed, wanted)
+        else:
+            reload_from_file(model)
     if any(target.kind != UNET for target in changed):
         _renew_empty_prompt(model)
 
@@ -331,6 +355,8 @@ def release_all() -> None:
             sd_models.send_model_to_trash(model)
     if data.sd_model is not None and record_of(data.sd_model).applied != FULL_PRECISION:
         _release(data.sd_model)
+    animatediff.release()
+    controlnet.release()
 
 
 def _release(model: Any) -> None:

@@ -6,13 +6,14 @@ import html
 from typing import Any
 
 import gradio as gr
+import torch
 from fastapi import FastAPI
 from modules import sd_models
 
-from lib_fp8 import measure
+from lib_fp8 import Report, measure
 from lib_fp8.report import mebibytes
 from lib_fp8.source import FILE
-from lib_fp8.webui import lora
+from lib_fp8.webui import guests, lora
 from lib_fp8.webui.settings import LORA_FROM_FILE
 from lib_fp8.webui.storage import FULL_PRECISION, record_of
 from lib_fp8.webui.targets import find_targets
@@ -41,18 +42,8 @@ def _status() -> dict[str, Any]:
         report = record.reports.get(target.kind)
         if report is None or record.applied.policy_for(target.kind) is None:
             continue
-        before, after = measure(target.module)
-        parts.append(
-            {
-                "part": target.kind,
-                "format": report.format,
-                "converted": report.converted,
-                "kept": dict(report.kept),
-                "bytes_full_precision": before,
-                "bytes": after,
-                "notes": list(report.notes),
-            }
-        )
+        parts.append(_part(target.kind, target.module, report))
+    parts += [_part(guest.name, module, report) for module, guest, report in guests.converted()]
     layers = lora.layers_by_source(model)
     return {
         "loaded": True,
@@ -64,6 +55,19 @@ def _status() -> dict[str, Any]:
         "lora": record.lora,
         "lora_layers": layers,
         "lora_problem": None if record.originals is None else record.originals.file.problem(),
+    }
+
+
+def _part(name: str, module: torch.nn.Module, report: Report) -> dict[str, Any]:
+    before, after = measure(module)
+    return {
+        "part": name,
+        "format": report.format,
+        "converted": report.converted,
+        "kept": dict(report.kept),
+        "bytes_full_precision": before,
+        "bytes": after,
+        "notes": list(report.notes),
     }
 
 

@@ -13,6 +13,8 @@ LABELS = [
     "FP8 OpenCLIP",
     "FP8 T5",
     "FP8 LoRA",
+    "FP8 motion modules",
+    "FP8 control models",
 ]
 UNSET = {
     "fp8_storage": "Disable",
@@ -21,6 +23,8 @@ UNSET = {
     "fp8_open_clip": False,
     "fp8_t5": False,
     "fp8_lora": "Merge from checkpoint file",
+    "fp8_motion_modules": True,
+    "fp8_control_models": False,
 }
 ON = {"fp8_storage": "Enable"}
 BUILT_IN = "a cat\nSteps: 1, Sampler: Euler, Seed: 1, Size: 8x8, FP8 weight: Enable"
@@ -73,6 +77,7 @@ CHOICES = [
     {**ON, "fp8_format": "int8"},
     {**ON, "fp8_format": "float8_e4m3fn unscaled", "fp8_clip_l": True},
     {**ON, "fp8_open_clip": True, "fp8_t5": True, "fp8_lora": "Add at run time"},
+    {**ON, "fp8_motion_modules": False, "fp8_control_models": True},
     {**ON, "fp8_keep_layers": r"to_q to_(k|v)$"},
     {**ON, "fp8_keep_layers": r"^a{1,2}\. (?:to_q) x"},
     {**ON, "fp8_keep_layers": "to_q\nto_k"},

@@ -9,7 +9,8 @@ import torch
 
 from webui.host import SCRIPT, Host, fresh_modules
 
-OWN = ["fp8_format", "fp8_clip_l", "fp8_open_clip", "fp8_t5", "fp8_keep_layers", "fp8_lora", "fp8_status"]
+OWN = ["fp8_format", "fp8_clip_l", "fp8_open_clip", "fp8_t5", "fp8_keep_layers", "fp8_lora"]
+OWN += ["fp8_motion_modules", "fp8_control_models", "fp8_status"]
 CHOICES = ["Disable", "Enable for SDXL", "Enable"]
 NO_FLOAT8 = "this device cannot hold it, says the test"
 

@@ -7,7 +7,17 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from modules import at_least, devices, errors, script_callbacks, sd_hijack, sd_unet, shared, tiny_models
+from modules import (
+    at_least,
+    devices,
+    errors,
+    script_callbacks,
+    sd_disable_initialization,
+    sd_hijack,
+    sd_unet,
+    shared,
+    tiny_models,
+)
 from modules.timer import Timer
 
 files_read = []
@@ -89,57 +99,6 @@ def _kind_of(state_dict):
     return "inpaint" if state_dict["model.diffusion_model.input_blocks.0.0.weight"].shape[1] == 9 else "sd1"
 
 
-@contextlib.contextmanager
-def _filling_meta_leaves(state_dict):
-    """Leaves of a model on the meta device become real one by one, right before their values arrive.
-
-    The values are taken out of the one dictionary that holds them, so that each is freed after its use.
-    """
-    leaves = (torch.nn.Module, torch.nn.Linear, torch.nn.Conv2d, torch.nn.MultiheadAttention)
-    leaves += (torch.nn.LayerNorm, torch.nn.GroupNorm)
-    dtype = None if shared.cmd_opts.no_half else torch.float16
-    before = [(cls, cls._load_from_state_dict) for cls in leaves]
-    whole = torch.nn.Module.load_state_dict
-
-    def filling(original):
-        def _load_from_state_dict(module, partial, prefix, *args):
-            used = []
-            for name, param in module._parameters.items():
-                if param is None:
-                    continue
-                key = prefix + name
-                value = state_dict.pop(key, None)
-                if value is not None:
-                    wanted = None if key.startswith("first_stage_model") else dtype
-                    partial[key] = value.to(dtype=wanted)
-                    used.append(key)
-                if param.is_meta:
-                    kind = param.dtype if value is None else value.dtype
-                    module._parameters[name] = torch.nn.Parameter(
-                        torch.zeros_like(param, device=devices.device, dtype=kind), requires_grad=False
-                    )
-            original(module, partial, prefix, *args)
-            for key in used:
-                partial.pop(key, None)
-
-        return _load_from_state_dict
-
-    def load_state_dict(module, given, strict=True):
-        if given is state_dict:
-            given = {key: value.to("meta") for key, value in given.items()}
-        return whole(module, given, strict=strict)
-
-    torch.nn.Module.load_state_dict = load_state_dict
-    for cls, original in before:
-        cls._load_from_state_dict = filling(original)
-    try:
-        yield
-    finally:
-        torch.nn.Module.load_state_dict = whole
-        for cls, original in before:
-            cls._load_from_state_dict = original
-
-
 if at_least(8):
 
     def check_fp8(model):
@@ -216,12 +175,10 @@ def load_model(checkpoint_info=None, already_loaded_state_dict=None):
         model_data.sd_model = None
     state_dict = already_loaded_state_dict or get_checkpoint_state_dict(checkpoint_info, timer)
     kind = _kind_of(state_dict)
-    if shared.cmd_opts.disable_model_loading_ram_optimization:
-        sd_model, filling = tiny_models.StableDiffusion(kind), contextlib.nullcontext()
-    else:
-        with torch.device("meta"):
-            sd_model = tiny_models.StableDiffusion(kind)
-        filling = _filling_meta_leaves(state_dict)
+    with contextlib.nullcontext() if shared.cmd_opts.disable_model_loading_ram_optimization else torch.device("meta"):
+        sd_model = tiny_models.StableDiffusion(kind)
+    dtypes = None if shared.cmd_opts.no_half else {"first_stage_model": None, "": torch.float16}
+    filling = sd_disable_initialization.LoadStateDictOnMeta(state_dict, devices.device, dtypes)
     sd_model.requires_grad_(False)
     sd_model.used_config = kind
     with filling:

@@ -1,0 +1,62 @@
+"""Modules that other extensions bring along: which of them are held in 8 bits, and what was done to each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from weakref import WeakSet
+
+import torch
+
+from lib_fp8 import ConversionError, Policy, Report
+
+_ATTRIBUTE = "fp8_weight_guest"
+
+
+@dataclass(frozen=True)
+class Guest:
+    """What was done to one module of another extension.
+
+    Attributes:
+        name: what the user knows it by.
+        policy: how it was asked to be held; None for full precision.
+        report: what its conversion did; None if it was not converted.
+    """
+
+    name: str
+    policy: Policy | None
+    report: Report | None = None
+
+
+_modules: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def enter(module: torch.nn.Module, guest: Guest) -> None:
+    """Note what was done to a module, and say it on the console if it was converted."""
+    module.__dict__[_ATTRIBUTE] = guest
+    _modules.add(module)
+    if guest.report is not None and guest.report.converted:
+        for note in guest.report.notes:
+            print(f"FP8 weight: {guest.name}: {note}")
+        print(f"FP8 weight: {guest.name} {guest.report.summary()}")
+
+
+def enter_failure(module: torch.nn.Module, guest: Guest, error: ConversionError) -> None:
+    """Note that a module could not be converted; it is not tried again until something else is wanted."""
+    enter(module, guest)
+    print(f"FP8 weight: {guest.name}: {error}. It stays in full precision.", file=sys.stderr)
+
+
+def has_policy(module: torch.nn.Module, policy: Policy | None) -> bool:
+    """Whether a module was asked to be held in this way; one that was never seen is in full precision."""
+    guest = module.__dict__.get(_ATTRIBUTE)
+    return (None if guest is None else guest.policy) == policy
+
+
+def converted() -> Iterator[tuple[torch.nn.Module, Guest, Report]]:
+    """The modules in memory that have layers in 8 bits."""
+    for module in list(_modules):
+        guest = module.__dict__[_ATTRIBUTE]
+        if guest.report is not None and guest.report.converted:
+            yield module, guest, guest.report
