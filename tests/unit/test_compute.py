@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import EVERYTHING, OpWatch, decoded, need_kernels, plain_twin, seeded
+from helpers import EVERYTHING, OpWatch, ToyUNet, decoded, need_kernels, plain_twin, seeded
 from torch import nn
 
 from lib_fp8 import Policy, QuantWeight, convert_model, get_format
@@ -179,3 +179,25 @@ def test_activations_are_never_in_8_bits(storage_format, rng, grad):
 def test_on_the_meta_device():
     layer = converted(lambda: nn.Linear(8, 6), get_format("int8")).to("meta")
     assert layer(torch.empty(5, 8, device="meta")).shape == (5, 6)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_nothing_but_weights_is_ever_in_8_bits(storage_format, rng, autocast):
+    """Activations keep their dtype from layer to layer, and no 8-bit tensor appears that is not a weight's."""
+    model = seeded(ToyUNet)
+    convert_model(model, Policy(storage_format.name))
+    weights = {weight.shape for weight in model.parameters() if isinstance(weight, QuantWeight)}
+    in_8_bits = set()
+
+    def see(func, inputs, outputs):
+        in_8_bits.update(t.shape for t in (*inputs, *outputs) if t.dtype == storage_format.storage_dtype)
+
+    dtypes = set()
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            module.register_forward_hook(lambda _, given, result: dtypes.add((given[0].dtype, result.dtype)))
+    with OpWatch(see), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(torch.randn(2, 4, 6, 6, generator=rng))
+    assert in_8_bits == weights
+    assert {result for _, result in dtypes} == {torch.bfloat16 if autocast else torch.float32}
+    assert {given for given, _ in dtypes} <= {torch.float32, torch.bfloat16}
