@@ -308,9 +308,9 @@ def wanted_guest_policy(key: str, model: torch.nn.Module) -> Policy | None:
     return wanted_storage(model).policy if _value(key) else None
 
 
-def packing_dtype() -> torch.dtype | None:
-    """The dtype that the WebUI gives models after loading; None if it keeps what it loads (--no-half)."""
-    return None if shared.cmd_opts.no_half else torch.float16
+def packing_dtype() -> torch.dtype:
+    """The dtype that the WebUI gives models after loading, whatever their files hold."""
+    return torch.float32 if shared.cmd_opts.no_half else torch.float16
 
 
 def lora_choice() -> str:
