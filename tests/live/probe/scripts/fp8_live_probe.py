@@ -4,19 +4,26 @@ It knows the product by its attributes only (``qdata``, ``scale``, ``format``), 
 the code that is tested.
 """
 
+import contextlib
 import copy
+import gc
 import hashlib
 import inspect
 import re
 import sys
+import threading
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import safetensors.torch
 import torch
 from fastapi import Body, HTTPException
-from modules import patches, script_callbacks, sd_models, shared
+from modules import devices, lowvram, patches, script_callbacks, scripts, sd_models, sd_models_config, shared
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 try:
     from modules import infotext_utils
@@ -133,15 +140,15 @@ def module_bytes(path):
 
 def parameters(prefix=""):
     """Name to a hash over kind, dtype and bits of every parameter and buffer."""
-    hashes = {}
-    for name, tensor in _tensors(shared.sd_model).items():
-        if name.startswith(prefix):
-            kind = getattr(getattr(tensor, "format", None), "name", "plain")
-            digest = hashlib.sha256(f"{kind} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            for inner in _inner(tensor):
-                digest.update(_raw(inner))
-            hashes[name] = f"{kind}:{digest.hexdigest()[:16]}"
-    return hashes
+    return {name: _hash(tensor) for name, tensor in _tensors(shared.sd_model).items() if name.startswith(prefix)}
+
+
+def _hash(tensor):
+    kind = getattr(getattr(tensor, "format", None), "name", "plain")
+    digest = hashlib.sha256(f"{kind} {tensor.dtype} {tuple(tensor.shape)}".encode())
+    for inner in _inner(tensor):
+        digest.update(_raw(inner))
+    return f"{kind}:{digest.hexdigest()[:16]}"
 
 
 def save_weights(names, path):
@@ -300,15 +307,187 @@ def _float16_twin(module):
     return twin
 
 
+class _LiveBytes(TorchDispatchMode):
+    """Follows the storages that operations make beside those given, and remembers the most that lived at a time.
+
+    Views of others, such as of a mapped file, are no storages of their own.
+    """
+
+    def __init__(self, existing):
+        super().__init__()
+        self._storages, self.peak = {}, 0
+        self._note(_real_storages(existing))
+
+    def _note(self, storages):
+        self._storages.update((StorageWeakRef(storage), storage.nbytes()) for storage in storages)
+        if sum(self._storages.values()) > self.peak:
+            self._storages = {ref: size for ref, size in self._storages.items() if not ref.expired()}
+            self.peak = max(self.peak, sum(self._storages.values()))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        wrapped = [kind for kind in types if kind not in (torch.Tensor, torch.nn.Parameter)]
+        if wrapped:
+            with self:
+                return wrapped[0].__torch_dispatch__(func, types, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        known = {storage._cdata for storage in _real_storages((args, kwargs))}
+        self._note(storage for storage in _real_storages(result) if storage._cdata not in known)
+        return result
+
+
+def _real_storages(values):
+    plain = (torch.Tensor, torch.nn.Parameter)
+    tensors = (value for value in tree_flatten(values)[0] if type(value) in plain and value.device.type != "meta")
+    return [tensor.untyped_storage() for tensor in tensors]
+
+
+def _resident():
+    """Bytes of this process in memory (Linux): its own, and mapped pages of files."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return [int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile")]
+
+
+def measured(option, value, count_tensors):
+    """What it takes to change an option, or to load the model as at the start if ``option`` is None.
+
+    Returns:
+        seconds; bytes of the model after; at the worst moment: bytes of its tensors and of those that operations make
+        (None unless asked for: counting takes time), and what the process held more than before, of its own and of
+        mapped files.
+    """
+    if option is None:
+        sd_models.model_data.__init__()
+    existing = [] if option is None else [t for w in shared.sd_model.state_dict().values() for t in _inner(w)]
+    gc.collect()
+    before, most, done = _resident(), [0, 0], threading.Event()
+
+    def sample():
+        while not done.wait(0.005):
+            most[:] = map(max, most, _resident())
+
+    sampler = threading.Thread(target=sample)
+    live = _LiveBytes(existing)
+    del existing
+    sampler.start()
+    start = time.perf_counter()
+    with live if count_tensors else contextlib.nullcontext():
+        if option is None:
+            sd_models.load_model()
+        else:
+            shared.opts.set(option, value)
+    seconds = time.perf_counter() - start
+    done.set()
+    sampler.join()
+    return {
+        "seconds": seconds,
+        "final": _bytes(_tensors(shared.sd_model).values()),
+        "tensors": live.peak if count_tensors else None,
+        "anonymous": most[0] - before[0],
+        "mapped": most[1] - before[1],
+    }
+
+
+_own_configuration = sd_models_config.find_checkpoint_config_near_filename
+
+
+def share_configuration(path):
+    """Let all checkpoints have one configuration, so that a change fills the model that is there; None ends it."""
+    sd_models_config.find_checkpoint_config_near_filename = _own_configuration if path is None else lambda info: path
+
+
+def skip_the_empty_prompt():
+    """Let loading end without a pass of the text encoder, in which the WebUI's own FP8 fails on a CPU."""
+    sd_models.get_empty_cond = lambda model: None
+
+
+def moved_bytes(steps):
+    """Bytes that --medvram or --lowvram asks for on the device in one forward of the UNet, for each of some steps.
+
+    The first may have to bring more: whatever was on the device before, the UNet was not.
+    """
+    moved, to = [], torch.nn.Module.to
+    lowvram.send_everything_to_cpu()
+
+    def counted(module, *args, **kwargs):
+        callers = [frame.function for frame in inspect.stack(0)[1:4]]  # Lightning's modules have a ``to`` of their own
+        if "send_me_to_gpu" in callers and args == (devices.device,):
+            moved[-1] += _bytes([*module.parameters(), *module.buffers()])
+        return to(module, *args, **kwargs)
+
+    torch.nn.Module.to = counted
+    try:
+        for _ in range(steps):
+            moved.append(0)
+            x = torch.zeros(1, 4, 8, 8, device=devices.device, dtype=devices.dtype_unet)
+            cond = {"c_crossattn": [x.new_zeros(1, 77, 768)]}
+            shared.sd_model.apply_model(x, torch.zeros(1, device=devices.device), cond)
+    finally:
+        torch.nn.Module.to = to
+    return moved
+
+
 def loaded_checkpoints():
     """Names of the checkpoints that are kept loaded."""
     return [model.sd_checkpoint_info.name for model in sd_models.model_data.loaded_sd_models]
 
 
+# Modules of AnimateDiff and ControlNet
+
+
+def _remember_latent(params):
+    state.latent = params.x.float().cpu().numpy()
+
+
+def save_latent(path):
+    """Write what the UNet made of the last step of the last picture, guidance applied, into an npy file."""
+    np.save(path, state.latent)
+
+
+def _guests():
+    motion = getattr(sys.modules.get("scripts.animatediff_mm"), "mm_animatediff", None)
+    found = {} if motion is None or motion.mm is None else {"motion module": motion.mm}
+    for cache in (getattr(data.script_class, "model_cache", {}) for data in scripts.scripts_data):
+        found.update((name.split()[0], built.model) for name, built in cache.items())
+    return found
+
+
+def guests():
+    """Each module that the other extensions keep: its identity, and its tensors as ``parameters`` tells them."""
+    return {
+        name: {"id": id(module), "tensors": {key: _hash(tensor) for key, tensor in _tensors(module).items()}}
+        for name, module in _guests().items()
+    }
+
+
+def unet_layout():
+    """Name, class and identity of every module of the UNet."""
+    named = shared.sd_model.model.diffusion_model.named_modules()
+    return [(name, type(module).__name__, id(module)) for name, module in named]
+
+
+def alive(class_name):
+    """How many objects of a class are in memory."""
+    gc.collect()
+    return sum(type(thing).__name__ == class_name for thing in gc.get_objects())
+
+
+def control_lora_weight(name, layer, path):
+    """Write into an npz file what a control-LoRA computes with at a layer of the UNet, and of what it is made."""
+    lora, unet = _guests()[name].control_model, shared.sd_model.model.diffusion_model
+    hooks = sys.modules["scripts.controlnet_lora"]
+    hooks.bind_control_lora(unet, lora)
+    try:
+        module, base = lora.get_submodule(layer), unet.get_submodule(layer).weight
+        used = module(torch.eye(base.shape[1], dtype=base.dtype)) - (0 if module.bias is None else module.bias)
+    finally:
+        hooks.unbind_control_lora(lora)
+    save_weights([f"model.diffusion_model.{layer}.weight"], path)
+    parts = {"used": used.T, "up": module.up, "down": module.down}
+    np.savez(path, **np.load(path), **{key: value.detach().double().numpy() for key, value in parts.items()})
+
+
 def fp8_flag():
     """``devices.fp8``, False where the WebUI has no such thing."""
-    from modules import devices
-
     return bool(getattr(devices, "fp8", False))
 
 
@@ -339,3 +518,4 @@ def _add_route(_, app):
 
 
 script_callbacks.on_app_started(_add_route)
+script_callbacks.on_cfg_after_cfg(_remember_latent)
