@@ -115,7 +115,12 @@ def bench(options: argparse.Namespace) -> int:
     return program(python, "tools.bench", options.arguments)
 
 
-TRAININGS = {"model": "tools.train_tiny_sd", "networks": "tools.train_networks", "score": "tools.score_tiny_sd"}
+TRAININGS = {
+    "model": "tools.train_tiny_sd",
+    "networks": "tools.train_networks",
+    "lora": "tools.train_lora",
+    "score": "tools.score_tiny_sd",
+}
 
 
 def train(options: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ About a minute for each on two idle cores. Files that are there already are left
 from __future__ import annotations
 
 import argparse
-import random
 import re
 import tempfile
 from pathlib import Path
@@ -18,15 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from demo.model import CHECKPOINT, LORAS
-from demo.shapes.drawing import draw
-from demo.shapes.subject import TRAINED
 from tools.tiny_sd.additions import ADDITIONS, Addition
-from tools.tiny_sd.networks import LATENT_SCALE, Networks, encode, load_networks
-from tools.tiny_sd.stages import captions_of, denoising_loss, vocabulary_of
+from tools.tiny_sd.networks import Networks, load_networks
+from tools.tiny_sd.styles import style_loss
 from tools.tiny_sd.training import Stage, train
-
-BATCH = 24
-POOL = 2000
 
 
 class KohyaNames(nn.Module):
@@ -59,20 +53,8 @@ def make_network(addition: Addition, networks: Networks) -> LycorisNetworkKohya:
 
 def train_addition(addition: Addition, networks: Networks, output: Path) -> None:
     """Train one network on pictures of its style and write it."""
-    generator = torch.Generator().manual_seed(7)
-    subjects = random.Random(7).choices(TRAINED, k=POOL)
-    with torch.no_grad():
-        pictures = draw(subjects, generator, [addition.style] * POOL) * 2 - 1
-        latents = torch.cat([networks.vae.encode(part).latent_dist.mean for part in pictures.split(100)]) * LATENT_SCALE
-    vocabulary = vocabulary_of(networks)
+    loss_of = style_loss(networks, addition.style)
     network = make_network(addition, networks)
-
-    def loss_of(step: int) -> torch.Tensor:
-        chosen = random.Random(step).sample(range(POOL), BATCH)
-        captions = captions_of([subjects[index] for index in chosen], step, vocabulary)
-        states = encode(networks, [caption.text for caption in captions])
-        return denoising_loss(networks, latents[chosen], states, step)
-
     with tempfile.TemporaryDirectory() as folder:
         train(
             Stage(addition.name, addition.steps, addition.rate, flat=0.3, average=0.98), network, loss_of, Path(folder)

@@ -34,7 +34,13 @@ def learning_rate(stage: Stage, step: int) -> float:
     return stage.rate * min(1.0, (step + 1) / 20) * cosine
 
 
-def train(stage: Stage, module: torch.nn.Module, loss_of: Callable[[int], torch.Tensor], folder: Path) -> None:
+def train(
+    stage: Stage,
+    module: torch.nn.Module,
+    loss_of: Callable[[int], torch.Tensor],
+    folder: Path,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
     """Train the parameters of `module` that require gradients, and leave their running average in it.
 
     Args:
@@ -43,7 +49,9 @@ def train(stage: Stage, module: torch.nn.Module, loss_of: Callable[[int], torch.
         loss_of: gives the loss of a step; it must draw all that is random from the step's number, so that a run that
             was interrupted goes on as if it had not been.
         folder: holds the state of every stage; one that is finished is loaded, not run again.
+        scaler: keeps the gradients of a loss computed in float16 from vanishing. Its own state is not saved.
     """
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=stage.rate, betas=(0.9, 0.98), weight_decay=stage.weight_decay
@@ -78,9 +86,11 @@ def train(stage: Stage, module: torch.nn.Module, loss_of: Callable[[int], torch.
             group["lr"] = learning_rate(stage, step)
         optimizer.zero_grad()
         loss = loss_of(step)
-        loss.backward()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         keep = min(stage.average, (1 + step) / (10 + step))
         with torch.no_grad():
             for name, parameter in parameters.items():
