@@ -3,8 +3,9 @@
 The model has the real layout (diffusers, 860 M parameters) and seeded weights, each output channel of each Linear and
 Conv2d multiplied by a log-normal factor, since the channels of trained layers are not alike. The work is one forward
 of a batch of two, as classifier-free guidance needs it, in float32 on the CPU. Printed for each way of storing the
-weights: bytes of all parameters and buffers over those of float16, signal-to-noise ratio of the output against the
-unconverted model, and time of a forward over that of the unconverted model (median of alternating pairs).
+weights: bytes of all parameters and buffers over those of float16 (what stays in full precision counts as float16),
+signal-to-noise ratio of the output against the unconverted model, and time of a forward over that of the unconverted
+model (median of alternating pairs).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 import lib_fp8
-from demo.measures import signal_to_noise, stored_bytes
+from demo.measures import parts_of, signal_to_noise
 from demo.variants import as_the_webui
 from lib_fp8.branch import LowRank
 
@@ -89,6 +90,12 @@ CONTESTANTS: dict[str, Callable[[torch.nn.Module], None]] = {
 }
 
 
+def bytes_with_float16(model: torch.nn.Module) -> int:
+    """Bytes of all parameters and buffers, with two for each value that is in full precision here."""
+    tensors = (part for tensor in (*model.parameters(), *model.buffers()) for part in parts_of(tensor))
+    return sum({part.data_ptr(): part.numel() * min(part.element_size(), 2) for part in tensors}.values())
+
+
 def main() -> int:
     """Measure the contestants named, print a line each, and check the limits if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -119,7 +126,7 @@ def main() -> int:
         start = time.perf_counter()
         CONTESTANTS[name](unet)
         conversion = time.perf_counter() - start
-        share, quality = stored_bytes(unet) / float16_bytes, signal_to_noise(wanted, unet(*inputs).sample)
+        share, quality = bytes_with_float16(unet) / float16_bytes, signal_to_noise(wanted, unet(*inputs).sample)
         pairs = [(seconds(unet), seconds(reference)) for _ in range(options.rounds)]
         ratio = f"{statistics.median(ours / theirs for ours, theirs in pairs):.2f}" if pairs else "-"
         print(f"{name:24s}{share:14.3f}{quality:8.1f}{conversion:11.1f}{ratio:>12s}", flush=True)
