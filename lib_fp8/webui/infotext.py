@@ -43,6 +43,10 @@ def complete_pasted(infotext: str, params: dict[str, Any]) -> None:
         params[INFOTEXT[FORMAT]] = E4M3FN_UNSCALED.name
         params[INFOTEXT[KEEP]] = _EMPTY
         params.update((INFOTEXT[key], "True") for key in TEXT_ENCODER_KEYS.values())
+    fields = infotext.strip().rpartition("\n")[2]
+    for label in (INFOTEXT[key] for key in TEXT_ENCODER_KEYS.values()):
+        if f"{label}: True" in fields:  # WebUI 1.6 reads no label with a hyphen
+            params.setdefault(label, "True")
     for key in _OWN:
         params.setdefault(INFOTEXT[key], str(shared.opts.get_default(key)))
     if params[INFOTEXT[KEEP]] == _EMPTY:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from lib_fp8 import Policy, Report
 from lib_fp8.source import Originals
+from lib_fp8.webui.targets import UNET
 
 _ATTRIBUTE = "fp8_weight_record"
+_HYPERNETWORKS = r"\.hyper_[kv]\."
+"""The WebUI hangs the layers of a hypernetwork into the attention of the UNet; they are none of its own."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,9 @@ class Storage:
 
     def policy_for(self, kind: str) -> Policy | None:
         """The policy for one part, None if it stays in full precision."""
-        return self.policy if kind in self.parts else None
+        if self.policy is None or kind not in self.parts:
+            return None
+        return replace(self.policy, keep=(*self.policy.keep, _HYPERNETWORKS)) if kind == UNET else self.policy
 
 
 FULL_PRECISION = Storage()

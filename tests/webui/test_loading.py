@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import FORMAT_BY_DEFAULT, FORMAT_NAMES, failing_pack, need_format, need_kernels
+from torch import nn
 
 DEFAULT = FORMAT_BY_DEFAULT
 BLOCK = [f"model.diffusion_model.input_blocks.1.0.{name}" for name in ("in_layers.2", "skip_connection")]
@@ -570,3 +571,20 @@ def test_a_checkpoint_that_cannot_be_read_leaves_the_former_model_usable(host, m
     assert host.sd_models.model_data.loaded_sd_models == [host.model]
     assert host.fingerprint() == before
     assert torch.equal(host.job("a dog").pictures[0], picture)
+
+
+@pytest.mark.parametrize("when", ["before the load", "after the load"])
+def test_a_hypernetwork_that_hangs_in_attention_is_left_alone(host, when):
+    """The WebUI puts its layers there; it reads them elsewhere."""
+    host.checkpoint()
+    host.start(**(ON if when == "before the load" else {}))
+    attention = host.unet.middle_block[0]
+    attention.hyper_k = hung = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    before = [weight.half() for weight in hung.parameters()]
+    if when == "before the load":
+        host.switch_to(host.checkpoint("b", seed=2))
+    else:
+        host.set(**ON)
+    assert host.format_in_use() is not None
+    assert not [name for name in host.quantized() if "hyper_k" in name]
+    assert all(torch.equal(weight.half(), value) for weight, value in zip(hung.parameters(), before))

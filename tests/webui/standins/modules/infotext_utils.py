@@ -5,7 +5,8 @@ import re
 
 from modules import at_least, script_callbacks, shared
 
-_field = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
+_label = r"\w[\w \-/]+" if at_least(7) else r"[\w ]+"
+_field = re.compile(rf'\s*({_label}):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 
 
 def quote(text):
