@@ -9,6 +9,7 @@ import copy
 import gc
 import hashlib
 import inspect
+import random
 import re
 import sys
 import threading
@@ -20,7 +21,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from fastapi import Body, HTTPException
-from modules import devices, lowvram, patches, script_callbacks, scripts, sd_models, sd_models_config, shared
+from modules import devices, extras, lowvram, patches, script_callbacks, scripts, sd_models, sd_models_config, shared
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -149,6 +150,11 @@ def _hash(tensor):
     for inner in _inner(tensor):
         digest.update(_raw(inner))
     return f"{kind}:{digest.hexdigest()[:16]}"
+
+
+def dtypes():
+    """Name to the dtype of every parameter and buffer, as a reader sees it."""
+    return {name: str(tensor.dtype) for name, tensor in _tensors(shared.sd_model).items()}
 
 
 def save_weights(names, path):
@@ -471,9 +477,9 @@ def alive(class_name):
     return sum(type(thing).__name__ == class_name for thing in gc.get_objects())
 
 
-def control_lora_weight(name, layer, path):
+def control_lora_weight(model, layer, path):
     """Write into an npz file what a control-LoRA computes with at a layer of the UNet, and of what it is made."""
-    lora, unet = _guests()[name].control_model, shared.sd_model.model.diffusion_model
+    lora, unet = _guests()[model].control_model, shared.sd_model.model.diffusion_model
     hooks = sys.modules["scripts.controlnet_lora"]
     hooks.bind_control_lora(unet, lora)
     try:
@@ -484,6 +490,42 @@ def control_lora_weight(name, layer, path):
     save_weights([f"model.diffusion_model.{layer}.weight"], path)
     parts = {"used": used.T, "up": module.up, "down": module.down}
     np.savez(path, **np.load(path), **{key: value.detach().double().numpy() for key, value in parts.items()})
+
+
+def merge_checkpoints(names, file, multiplier, half):
+    """Write the weighted sum of two checkpoints as the Checkpoint Merger does; the path of the file."""
+    titles = [sd_models.get_closet_checkpoint_match(each).title for each in names]
+    merge = ("Weighted sum", multiplier, half, file, "safetensors", 0, "None", "", False, False, False, "{}")
+    extras.run_modelmerger("", *titles, "", *merge)
+    return sd_models.get_closet_checkpoint_match(f"{file}.safetensors").filename
+
+
+def refresh_hypernetworks():
+    """Look for the files again."""
+    shared.reload_hypernetworks()
+
+
+def forget_hypernetworks():
+    """Take those in use out of memory."""
+    shared.loaded_hypernetworks.clear()
+
+
+def hypernetwork_bits():
+    """Hashes over kind, dtype and bits of the weights of the hypernetworks in use."""
+    modules = [module for net in shared.loaded_hypernetworks for pair in net.layers.values() for module in pair]
+    return [_hash(tensor) for module in modules for tensor in _tensors(module).values()]
+
+
+def mend_training():
+    """The WebUI hands torch's Sampler the data, which newer versions of torch refuse."""
+    torch.utils.data.Sampler.__init__ = lambda self, data_source=None: None
+
+
+def seed(number):
+    """Make what is drawn from now on known."""
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
 
 
 def fp8_flag():
