@@ -166,10 +166,10 @@ class Originals:
         self._trusted.clear()
 
     def release(self) -> None:
-        """Let go of the file; what it gives after that must prove itself again."""
+        """Let go of the file; what it gives after that must prove itself again. Copies are as good as before."""
         if self.file.is_open:
             self.file.close()
-            self._trusted.clear()
+            self._trusted = WeakSet(layer for layer in self._trusted if self._copies.get(layer) is not None)
 
     def find(self, layer: torch.nn.Module, parameter: torch.Tensor, untouched: bool) -> Original | None:
         """The original of a layer's weight, None if there is none that can be trusted.

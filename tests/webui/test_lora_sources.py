@@ -282,6 +282,16 @@ class TestACopyInRam:
         nets.assert_merged(a, layers=IN_8_BITS)
         assert layers(host) == {FILE: 4}
 
+    def test_copies_are_good_after_the_file_was_let_go(self, host, nets):
+        """The file is opened for layers that stay in full precision; those have no copy."""
+        host.checkpoint()
+        host.start(fp8_lora=FROM_COPY, **ON)
+        a, kept, bits = nets.make("a", IN_8_BITS), nets.make("k", [KEPT]), host.fingerprint()
+        for networks in ([a, kept], [a], []):
+            host.run_networks(*networks)
+            host.loading.lora.after_job(host.loading.converted_models(), [])
+        assert host.fingerprint() == bits
+
     def test_a_text_encoder_added_later(self, host, nets):
         host.checkpoint()
         host.start(fp8_lora=FROM_COPY, fp8_storage="Enable")
