@@ -16,6 +16,10 @@ PREFIX = "model.diffusion_model."
 def file_in_8_bits(host, request):
     """A WebUI with a checkpoint that somebody cast to float8; the first load comes with the test."""
     need_format(FLOAT8)
+    try:
+        torch.zeros(1, dtype=torch.float8_e4m3fn)
+    except RuntimeError as error:
+        pytest.skip(f"the WebUI cannot load such a file with this torch: {error}")
     host.shared.cmd_opts.no_half = request.param == "no half"
     host.checkpoint(dtype=torch.float8_e4m3fn)
     return host
