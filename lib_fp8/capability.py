@@ -39,6 +39,16 @@ def storage_problem(dtype_name: str, device_type: str) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=None)
+def can_make_zeros(dtype: torch.dtype, device_type: str) -> bool:
+    """Whether a parameter on the meta device can be made a real one of a dtype; torch 2.1 cannot with float8."""
+    try:
+        torch.zeros_like(torch.empty(1, device="meta"), device=device_type, dtype=dtype)
+    except Exception:  # whatever the backend raises
+        return False
+    return True
+
+
 def _query_autocast(device_type: str) -> bool:
     try:
         return torch.is_autocast_enabled(device_type)
