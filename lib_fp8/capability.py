@@ -32,6 +32,8 @@ def storage_problem(dtype_name: str, device_type: str) -> str | None:
         moved = stored.clone().cpu().to(device_type)
         back = [moved.to(other).float().cpu().tolist() for other in (torch.float32, torch.float16)]
     except Exception as error:  # whatever the backend raises, the answer is the same: not here
+        if is_out_of_memory(error):
+            raise
         reason = str(error).partition("\n")[0] or type(error).__name__
         return f"{device_type} cannot hold {dtype_name} ({reason})"
     if any(values != list(_PROBE_VALUES) for values in back):

@@ -165,11 +165,30 @@ def _convert_models(
                 continue
             if id(weight) not in shared:
                 packed = packer.pack(layer, weight.detach())
-                shared[id(weight)] = None if packed is None else packed.to("cpu")  # type: ignore[assignment]
+                shared[id(weight)] = None if packed is None else _to_host(layer, packed)
             if (waiting := shared[id(weight)]) is not None:
                 staged.append((layer, waiting, weight.device))
                 packer.settle(layer, None)
     placed: dict[int, torch.nn.Parameter] = {}
+    try:
+        _place(staged, placed)
+    except ConversionError:
+        raise
+    except BaseException:  # an interrupt comes between two layers: it is raised when all have their weights
+        _place(staged, placed)
+        raise
+    return [packer.report(model) for packer, (model, _) in zip(packers, targets)]
+
+
+def _to_host(layer: LayerPlan, packed: QuantWeight) -> QuantWeight:
+    try:
+        return packed.to("cpu")  # type: ignore[return-value]
+    except Exception as error:
+        raise ConversionError(f"layer {layer.name} could not be moved to the CPU: {error}") from error
+
+
+def _place(staged: list[tuple[LayerPlan, QuantWeight, torch.device]], placed: dict[int, torch.nn.Parameter]) -> None:
+    """Give all layers their weights; those that are placed already are known by the id of what they were made of."""
     for layer, waiting, device in staged:
         if id(waiting) not in placed:
             try:
@@ -179,7 +198,6 @@ def _convert_models(
                     f"layer {layer.name} could not be moved to {device}: {error}", whole=not placed
                 ) from error
         layer.module._parameters["weight"] = placed[id(waiting)]
-    return [packer.report(model) for packer, (model, _) in zip(packers, targets)]
 
 
 def restore_model(model: torch.nn.Module, originals: Mapping[str, torch.Tensor] | None = None) -> int:

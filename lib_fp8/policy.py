@@ -108,7 +108,7 @@ def plan(model: torch.nn.Module, policy: Policy) -> list[LayerPlan]:
     patterns = [(pattern, re.compile(pattern)) for pattern in policy.keep]
     foreign = {
         id(parameter): type(module).__name__
-        for module in model.modules()
+        for _, module in model.named_modules()  # ControlNet's LLLite has something else under ``modules``
         if not isinstance(module, (torch.nn.Linear, torch.nn.Conv2d))
         for parameter in module.parameters(recurse=False)
     }

@@ -101,6 +101,10 @@ class CheckpointFile:
         self._names = {name: key_of[id(shape)] for name, shape in renamed.items() if id(shape) in key_of}
         self._held, self._tensors = self.path.open("rb"), tensors
 
+    def try_again(self) -> None:
+        """Forget that reading has failed."""
+        self._failure = None
+
     def close(self) -> None:
         """Let go of the memory map; the next tensor opens it again."""
         if self._held is not None:

@@ -81,7 +81,7 @@ def before_process_batch(p: Any) -> None:
 
 def postprocess(p: Any) -> None:
     """A job is done."""
-    lora.after_job(loading.converted_models())
+    lora.after_job(loading.converted_models(), animatediff.kept())
 
 
 __all__ = [

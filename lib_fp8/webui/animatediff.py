@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from modules import shared
+from modules import sd_models, shared
 
 from lib_fp8 import ConversionError, StreamingConversion
 from lib_fp8.webui import guests
@@ -36,7 +36,8 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
     """Pack the layers on the CPU, before the extension moves the motion module to the device."""
 
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        policy = wanted_guest_policy(MOTION_MODULES, shared.sd_model)
+        # One without a name is being made by ControlNet, as a part of SparseCtrl.
+        policy = guests.policy_while_loading(MOTION_MODULES, shared.sd_model) if self.mm_name else None
         if policy is None:
             return original(self, state_dict, *args, **kwargs)
         name = f"AnimateDiff {self.mm_name}"
@@ -54,19 +55,28 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_state_dict
 
 
+def kept() -> list[torch.nn.Module]:
+    """The motion module that the extension keeps, in the UNet or not; none where there is none."""
+    module = _extension()
+    motion = None if module is None else module.mm_animatediff.mm
+    return [] if motion is None else [motion]
+
+
 def _injected_into(model: Any) -> Any:
     """The extension's manager if its motion module is in the UNet of a model now."""
-    module = _extension()
-    manager = None if module is None else module.mm_animatediff
-    if manager is None or manager.mm is None or not type(manager).mm_injected:
+    if model is None or not kept() or not type(_extension().mm_animatediff).mm_injected:
         return None
-    motion = set(manager.mm.modules())
-    return manager if any(layer in motion for layer in model.model.diffusion_model.modules()) else None
+    motion = set(kept()[0].modules())
+    found = any(layer in motion for layer in model.model.diffusion_model.modules())
+    return _extension().mm_animatediff if found else None
 
 
 @contextlib.contextmanager
 def taken_out(model: Any) -> Iterator[None]:
-    """Within, the UNet is as its checkpoint knows it; motion modules change the names of some of its layers."""
+    """Within, the UNet is as its checkpoint knows it; motion modules change the names of some of its layers.
+
+    Afterwards the motion module is in the model that is in use then, unless it is of another kind.
+    """
     manager = _injected_into(model)
     if manager is None:
         yield
@@ -76,7 +86,11 @@ def taken_out(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        manager.inject(model, name)
+        if (used := sd_models.model_data.sd_model) is not None:
+            try:
+                manager.inject(used, name)
+            except AssertionError as error:  # the extension's own words
+                print(f"FP8 weight: {name} is left out. {error}", file=sys.stderr)
 
 
 def follow_settings(model: torch.nn.Module) -> None:
@@ -92,9 +106,15 @@ def follow_settings(model: torch.nn.Module) -> None:
         manager.inject(model, name)
 
 
-def release() -> None:
-    """Let the extension load its motion module again when it needs it."""
-    module = _extension()
-    kept = None if module is None else module.mm_animatediff.mm
-    if kept is not None and not guests.has_policy(kept, None):
-        module.mm_animatediff.remove()
+def release(model: torch.nn.Module | None) -> None:
+    """Let the extension load its motion module again when it needs it.
+
+    Args:
+        model: the model in use.
+    """
+    if all(guests.has_policy(motion, None) for motion in kept()):
+        return
+    manager = _extension().mm_animatediff
+    if _injected_into(model) is not None:
+        manager.restore(model)
+    manager.remove()

@@ -1,6 +1,6 @@
 """ControlNet's models: packed after they are built on the CPU, before they are moved to the device.
 
-The extension (Mikubill/sd-webui-controlnet) keeps the last ones in a cache of its own.
+The extension (Mikubill/sd-webui-controlnet) keeps the last ones in a cache of its own, until the UI is reloaded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from modules import scripts, shared
+from modules import devices, scripts, shared
 
 from lib_fp8 import ConversionError, Policy, convert_model
 from lib_fp8.webui import guests
@@ -21,6 +21,8 @@ from lib_fp8.webui.settings import CONTROL_MODELS, wanted_guest_policy
 
 _KEEP = (
     r"(^|\.)input_blocks\.0\.0$",
+    r"(^|\.)conv_in$",
+    r"conditioning1",
     r"input_hint_block",
     r"zero_convs",
     r"middle_block_out",
@@ -43,39 +45,37 @@ def install(patches: Patches) -> None:
 _BUILD = "build_model_by_guess"
 
 
-def _policy(model: Any) -> Policy | None:
-    policy = wanted_guest_policy(CONTROL_MODELS, model)
+def _module(built: Any) -> torch.nn.Module:
+    """What is built is a module with its type; before 2024 the module alone."""
+    return getattr(built, "model", built)
+
+
+def _and_keep(policy: Policy | None) -> Policy | None:
     return None if policy is None else replace(policy, keep=(*policy.keep, *_KEEP))
 
 
 def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
     def build_model_by_guess(state_dict: Any, unet: Any, model_path: str) -> Any:
         built = original(state_dict, unet, model_path)
-        policy = _policy(shared.sd_model)
+        policy = _and_keep(guests.policy_while_loading(CONTROL_MODELS, shared.sd_model))
         if policy is not None:
-            name = f"ControlNet {Path(model_path).name}"
+            name, module = f"ControlNet {Path(model_path).name}", _module(built)
             try:
-                guests.enter(built.model, Guest(name, policy, convert_model(built.model, policy)))
+                guests.enter(module, Guest(name, policy, convert_model(module, policy)))
             except ConversionError as error:
-                guests.enter_failure(built.model, Guest(name, policy), error)
+                guests.enter_failure(module, Guest(name, policy), error)
         return built
 
     return build_model_by_guess
 
 
-def _drop(is_wanted: Callable[[torch.nn.Module], bool]) -> None:
-    for script in _scripts():
-        cache = script.script_class.model_cache
-        for name in [name for name, built in cache.items() if not is_wanted(built.model)]:
-            del cache[name]
-
-
 def follow_settings(model: Any) -> None:
     """Let go of cached models in another storage than the settings want; the extension builds them anew."""
-    policy = _policy(model)
-    _drop(lambda module: guests.has_policy(module, policy))
-
-
-def release() -> None:
-    """Let go of cached models in 8 bits."""
-    _drop(lambda module: guests.has_policy(module, None))
+    policy = _and_keep(wanted_guest_policy(CONTROL_MODELS, model))
+    for script in _scripts():
+        cache = script.script_class.model_cache
+        stale = [name for name, built in cache.items() if not guests.has_policy(_module(built), policy)]
+        for name in stale:
+            del cache[name]
+        if stale:
+            devices.torch_gc()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from modules.timer import Timer
 from tqdm import tqdm
 
 from lib_fp8 import ConversionError, StreamingConversion, convert_models, plan, restore_model
+from lib_fp8.capability import can_make_zeros
 from lib_fp8.peak import LoadPeak
 from lib_fp8.policy import LayerPlan, quantized_layers
 from lib_fp8.report import mebibytes
@@ -30,7 +31,7 @@ from lib_fp8.webui.settings import (
 )
 from lib_fp8.webui.slots import OriginalGoneError, weight_name
 from lib_fp8.webui.storage import FULL_PRECISION, Record, Storage, drop_record, record_of, set_record
-from lib_fp8.webui.targets import UNET, Target, find_targets
+from lib_fp8.webui.targets import TEXT_ENCODERS, UNET, Target, find_targets
 
 
 def install(patches: Patches) -> None:
@@ -116,16 +117,20 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
             wanted, problem = FULL_PRECISION, str(error)
             print(f"FP8 weight: {error}. The model is loaded in full precision.", file=sys.stderr)
         refused = record_of(model).refused
-        if refused == wanted and checkpoint_info.filename == model.sd_checkpoint_info.filename:
+        if refused == (wanted, lora_choice()) and checkpoint_info.filename == model.sd_checkpoint_info.filename:
             wanted, problem = FULL_PRECISION, record_of(model).problem
         if wanted == FULL_PRECISION and not any(quantized_layers(target.module) for target in targets):
             set_record(model, Record(refused=refused, problem=problem))
-            return original(model, checkpoint_info, state_dict, timer)
+            with _whole_or_stale(model):
+                return original(model, checkpoint_info, state_dict, timer)
+        if state_dict is not None:
+            _make_loadable(state_dict)
         with contextlib.suppress(OriginalGoneError):  # whatever is not loaded stays as it is
             lora.forget(model) if state_dict is None else lora.take_out_of_layers_not_in(model, state_dict)
         try:
             copies = _new_copies()
             with contextlib.ExitStack() as stack:
+                stack.enter_context(_whole_or_stale(model))
                 progress = stack.enter_context(_progress(targets, wanted))
                 load = stack.enter_context(LoadPeak(model))
                 stream = stack.enter_context(_streaming(targets, wanted, progress, copies))
@@ -137,9 +142,9 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
                 "FP8 weight to try again.",
                 file=sys.stderr,
             )
-            with _streaming(targets, FULL_PRECISION):
+            with _whole_or_stale(model), _streaming(targets, FULL_PRECISION):
                 result = original(model, checkpoint_info, None, timer)
-            set_record(model, Record(refused=wanted, problem=str(error)))
+            set_record(model, Record(refused=(wanted, lora_choice()), problem=str(error)))
             return result
         record = _new_record(targets, wanted, checkpoint_info.filename, copies)
         record.refused, record.problem = refused if wanted == FULL_PRECISION else None, problem
@@ -151,6 +156,25 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_model_weights
+
+
+def _make_loadable(state_dict: dict[str, Any]) -> None:
+    """Cast float8 values where torch cannot make room for them and the WebUI's loading would fail."""
+    kinds = {"cpu", devices.device.type}
+    for name, value in state_dict.items():
+        is_float8 = value.is_floating_point() and value.element_size() == 1
+        if is_float8 and not all(can_make_zeros(value.dtype, kind) for kind in kinds):
+            state_dict[name] = value.to(packing_dtype())
+
+
+@contextlib.contextmanager
+def _whole_or_stale(model: Any) -> Iterator[None]:
+    """What breaks off within, for want of memory or by an interrupt, lets the model be loaded anew before its use."""
+    try:
+        yield
+    except BaseException:
+        record_of(model).is_stale = True
+        raise
 
 
 def _emptying(state_dict: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -179,15 +203,20 @@ def _streaming(
 def _following_settings(original: Callable[..., Any]) -> Callable[..., Any]:
     def reload_model_weights(sd_model: Any = None, info: Any = None, *args: Any, **kwargs: Any) -> Any:
         try:
-            _check_readable(sd_model or sd_models.model_data.sd_model, info)
-            model = original(sd_model, info, *args, **kwargs)
+            current, checkpoint = sd_model or sd_models.model_data.sd_model, info or sd_models.select_checkpoint()
+            _check_readable(current, checkpoint)
+            with contextlib.ExitStack() as stack:
+                if not _is_from(current, checkpoint):
+                    stack.enter_context(animatediff.taken_out(current))
+                model = original(sd_model, info, *args, **kwargs)
             if model is not None:
                 _follow_for_job(model)
             return model
-        except Exception:
-            overrides_are_in_force()  # the job that announced them ends here
+        except BaseException:
             _put_together_again()
             raise
+        finally:
+            overrides_are_in_force()  # announced for the one look after the model that comes before they are
 
     return reload_model_weights
 
@@ -195,12 +224,17 @@ def _following_settings(original: Callable[..., Any]) -> Callable[..., Any]:
 def _put_together_again() -> None:
     """Make the former model usable after a failed load: the WebUI takes it apart before it reads a file."""
     model = sd_models.model_data.sd_model
-    if model is None or sd_hijack.model_hijack.clip is not None:
+    if model is None:
         return
-    sd_hijack.model_hijack.hijack(model)
-    if not model.lowvram:
-        model.to(devices.device)
+    if sd_hijack.model_hijack.clip is None:
+        sd_hijack.model_hijack.hijack(model)
     sd_models.model_data.set_sd_model(model)
+    if not model.lowvram:
+        try:
+            with _whole_or_stale(model):
+                model.to(devices.device)
+        except NotImplementedError:  # it was being thrown away
+            _drop_from_memory(model)
 
 
 def _follow_for_job(model: Any) -> None:
@@ -213,13 +247,14 @@ def _follow_for_job(model: Any) -> None:
         print(f"FP8 weight: {error}. The model stays as it is.", file=sys.stderr)
 
 
-def _check_readable(model: Any, info: Any) -> None:
+def _is_from(model: Any, checkpoint: Any) -> bool:
+    return model is not None and model.sd_checkpoint_info.filename == checkpoint.filename
+
+
+def _check_readable(model: Any, checkpoint: Any) -> None:
     """Refuse a broken checkpoint before the WebUI takes the loaded model apart to make room for it."""
-    checkpoint = info or sd_models.select_checkpoint()
-    loaded = [model, *sd_models.model_data.loaded_sd_models]
-    if any(m is not None and m.sd_checkpoint_info.filename == checkpoint.filename for m in loaded):
-        return
-    _check_whole(checkpoint.filename, "The model that was loaded before stays in use.")
+    if not any(_is_from(loaded, checkpoint) for loaded in [model, *sd_models.model_data.loaded_sd_models]):
+        _check_whole(checkpoint.filename, "The model that was loaded before stays in use.")
 
 
 def _check_whole(filename: str, consequence: str = "") -> None:
@@ -248,9 +283,11 @@ def follow_settings(model: Any) -> None:
 def _follow_with_model(model: Any) -> None:
     wanted = wanted_storage(model)
     record = record_of(model)
-    if wanted == record.refused:
+    if (wanted, lora_choice()) != record.refused:
+        record.refused = record.problem = None
+    elif not record.is_stale:
         return
-    record.refused = record.problem = None
+    before, is_stale = record.applied, record.is_stale
     targets = find_targets(model)
     changed = [t for t in targets if wanted.policy_for(t.kind) != record.applied.policy_for(t.kind)]
     needs_copies = wanted.policy is not None and lora_choice() == LORA_FROM_COPY != record.lora
@@ -259,7 +296,7 @@ def _follow_with_model(model: Any) -> None:
         lora.follow_settings(model)
         return
     with contextlib.suppress(OriginalGoneError):  # then it is stale, and loaded again
-        lora.forget(model)
+        _forget_networks(model)
     converts = changed and all(record.applied.policy_for(target.kind) is None for target in changed)
     has_all = (
         record.applied == FULL_PRECISION or lora_choice() != LORA_FROM_COPY
@@ -269,8 +306,16 @@ def _follow_with_model(model: Any) -> None:
             _convert_in_place(model, changed, wanted)
         else:
             reload_from_file(model)
-    if any(target.kind != UNET for target in changed):
-        _renew_empty_prompt(model)
+    now = record_of(model).applied
+    if is_stale or any(before.policy_for(kind) != now.policy_for(kind) for kind in TEXT_ENCODERS):
+        with _whole_or_stale(model):
+            _renew_empty_prompt(model)
+
+
+def _forget_networks(model: Any) -> None:
+    """Take networks out of a model and out of the motion module that is to act in it, wherever it is now."""
+    for module in (*animatediff.kept(), model):
+        lora.forget(module)
 
 
 def _convert_in_place(model: Any, targets: list[Target], wanted: Storage) -> None:
@@ -282,10 +327,14 @@ def _convert_in_place(model: Any, targets: list[Target], wanted: Storage) -> Non
             reports = convert_models(pairs, progress, None if copies is None else copies.keep)
     except ConversionError as error:
         print(f"FP8 weight: {error}. The model stays as it was.", file=sys.stderr)
-        before.refused, before.problem = wanted, str(error)
+        before.refused, before.problem = (wanted, lora_choice()), str(error)
         if not error.whole:
+            before.is_stale = True
             reload_from_file(model)
         return
+    except BaseException:
+        before.is_stale = True
+        raise
     record = _new_record(find_targets(model), wanted, model.sd_checkpoint_info.filename, copies)
     record.reports = {**before.reports, **{target.kind: report for target, report in zip(targets, reports)}}
     set_record(model, record)
@@ -293,15 +342,19 @@ def _convert_in_place(model: Any, targets: list[Target], wanted: Storage) -> Non
     _summarise(record)
 
 
-def reload_from_file(model: Any) -> None:
-    """Load the weights of a model again from its own checkpoint, in the storage that the settings want.
+def _check_same_kind(model: Any, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a file that was replaced by a checkpoint of another kind; only the WebUI can make a model for that."""
+    unet = find_targets(model)[0]
+    names = {unet.key_prefix + name: parameter.shape for name, parameter in unet.module.named_parameters()}
+    found = [state_dict[name].shape == shape for name, shape in names.items() if name in state_dict]
+    if not found or not all(found):
+        raise RuntimeError(
+            f"{model.sd_checkpoint_info.filename} was replaced by a checkpoint of another kind. Choose another "
+            "checkpoint, then this one again."
+        )
 
-    What the WebUI's ``reload_model_weights`` does for another checkpoint, on every version. The file is read before
-    anything is taken apart.
-    """
-    timer = Timer()
-    _check_whole(model.sd_checkpoint_info.filename)
-    state_dict = sd_models.get_checkpoint_state_dict(model.sd_checkpoint_info, timer)
+
+def _load_again(model: Any, state_dict: Any, timer: Timer) -> None:
     sd_unet.apply_unet("None")
     sd_models.send_model_to_cpu(model)
     sd_hijack.model_hijack.undo_hijack(model)
@@ -317,6 +370,20 @@ def reload_from_file(model: Any) -> None:
             model.to(devices.device)
         script_callbacks.model_loaded_callback(model)
         sd_unet.apply_unet()
+
+
+def reload_from_file(model: Any) -> None:
+    """Load the weights of a model again from its own checkpoint, in the storage that the settings want.
+
+    What the WebUI's ``reload_model_weights`` does for another checkpoint, on every version. The file is read before
+    anything is taken apart.
+    """
+    timer = Timer()
+    _check_whole(model.sd_checkpoint_info.filename)
+    state_dict = sd_models.get_checkpoint_state_dict(model.sd_checkpoint_info, timer)
+    _check_same_kind(model, state_dict)
+    with _whole_or_stale(model):
+        _load_again(model, state_dict, timer)
     timer.record("FP8 weight")
     print(f"Weights loaded in {timer.summary()}.")
 
@@ -337,8 +404,8 @@ def take_networks_out() -> None:
     """Leave no network merged by this extension; whoever merges next starts from whole layers."""
     for model in converted_models():
         try:
-            lora.forget(model)
-        except OriginalGoneError as error:
+            _forget_networks(model)
+        except Exception as error:
             print(error, file=sys.stderr)
 
 
@@ -354,9 +421,16 @@ def release_all() -> None:
             data.loaded_sd_models.remove(model)
             sd_models.send_model_to_trash(model)
     if data.sd_model is not None and record_of(data.sd_model).applied != FULL_PRECISION:
-        _release(data.sd_model)
-    animatediff.release()
-    controlnet.release()
+        with animatediff.taken_out(data.sd_model):
+            _release(data.sd_model)
+    animatediff.release(data.sd_model)
+
+
+def _drop_from_memory(model: Any) -> None:
+    data = sd_models.model_data
+    data.loaded_sd_models = [other for other in data.loaded_sd_models if other is not model]
+    data.sd_model = None
+    sd_models.send_model_to_trash(model)
 
 
 def _release(model: Any) -> None:
@@ -366,6 +440,10 @@ def _release(model: Any) -> None:
         with _streaming(targets, FULL_PRECISION):
             reload_from_file(model)
     except Exception as error:
+        if record_of(model).is_stale:  # some layers are loaded, others not
+            _drop_from_memory(model)
+            print(f"FP8 weight: {error}. The checkpoint is loaded again for the next picture.", file=sys.stderr)
+            return
         layers = sum(restore_model(target.module) for target in targets)
         print(f"FP8 weight: {error}. {layers} layers were decoded from 8 bits instead.", file=sys.stderr)
     drop_record(model)

@@ -306,6 +306,7 @@ def forget(model: torch.nn.Module) -> None:
     originals = record_of(model).originals
     if originals is not None:
         originals.release()
+        originals.file.try_again()
 
 
 def _take_out_as_the_host_does(layer: torch.nn.Module) -> None:
@@ -360,14 +361,17 @@ _holding: WeakSet[Originals] = WeakSet()
 """Those whose file is held, until a job is done without need of it."""
 
 
-def after_job(models: list[torch.nn.Module]) -> None:
+def after_job(models: list[torch.nn.Module], guests: list[torch.nn.Module]) -> None:
     """Say on the console what became of networks if that is new, and let go of checkpoints that are not needed.
 
     A mapped file can be neither replaced nor deleted on Windows.
 
     Args:
         models: all that are in memory and have parts in 8 bits.
+        guests: modules that were in one of them for the job; networks are brought to them again at the next one.
     """
+    for guest in guests if models else ():
+        forget(guest)
     for model in models:
         if not any(host.loaded_networks for host in hosts()):
             with contextlib.suppress(OriginalGoneError):  # said when the layer is used

@@ -15,12 +15,17 @@ class Patches:
 
     def __init__(self) -> None:
         self._applied: list[tuple[Any, str]] = []
+        self._inherited: set[tuple[Any, str]] = set()
 
     def replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace ``owner.name`` by what ``make(original)`` returns."""
         original = getattr(owner, name)
+        if inherits := isinstance(owner, type) and name not in vars(owner):
+            original = _asking_the_base_class(owner, name)
         patches.patch(_KEY, owner, name, make(original))
         self._applied.append((owner, name))
+        if inherits:
+            self._inherited.add((owner, name))
 
     def replaces(self, owner: Any, name: str) -> bool:
         """Whether ``owner.name`` is replaced."""
@@ -31,3 +36,15 @@ class Patches:
         while self._applied:
             owner, name = self._applied.pop()
             patches.undo(_KEY, owner, name)
+            if (owner, name) in self._inherited:
+                self._inherited.discard((owner, name))
+                delattr(owner, name)
+
+
+def _asking_the_base_class(owner: type, name: str) -> Callable[..., Any]:
+    """At each call: the WebUI replaces ``Module.load_state_dict`` while a model loads, maybe this very moment."""
+
+    def original(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(owner, self), name)(*args, **kwargs)
+
+    return original

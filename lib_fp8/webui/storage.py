@@ -45,7 +45,7 @@ class Record:
 
     Attributes:
         applied: how it is stored now.
-        refused: what was tried and failed; it is not tried again until something else is wanted.
+        refused: storage and way to apply networks that were tried and failed; not tried again until others are wanted.
         reports: part to what its conversion did.
         problem: why the last conversion failed, for the panel.
         originals: the weights as they were before rounding; None in full precision.
@@ -55,7 +55,7 @@ class Record:
     """
 
     applied: Storage = FULL_PRECISION
-    refused: Storage | None = None
+    refused: tuple[Storage, str] | None = None
     reports: dict[str, Report] = field(default_factory=dict)
     problem: str | None = None
     originals: Originals | None = None

@@ -22,7 +22,7 @@ from lib_fp8 import QuantWeight
 
 STANDINS = Path(__file__).parent / "standins"
 SCRIPT = ROOT / "scripts" / "fp8_weight.py"
-FOREIGN = ("modules", "gradio", "fastapi", "networks", "network_families")
+FOREIGN = ("modules", "gradio", "fastapi", "networks", "network_families", "scripts")
 LAYER_TYPES = (nn.Module, nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
 PATCHED = ("forward", "load_state_dict", "_load_from_state_dict")
 
@@ -107,10 +107,11 @@ class Host:
 
     # Start, reload, stop
 
-    def start(self, *, extension: bool = True, lora: bool = True, **saved: Any) -> Host:
+    def start(self, *, extension: bool = True, lora: bool = True, others: tuple[str, ...] = (), **saved: Any) -> Host:
         """Start with saved settings: scripts, first load, page. Load nothing where there is no checkpoint."""
         self.opts.data.update(saved)
         self.with_lora = lora
+        self.others = others
         self._load_scripts(extension)
         if self.sd_models.checkpoints_list:
             self.sd_models.load_model()
@@ -120,6 +121,7 @@ class Host:
     def _load_scripts(self, extension: bool) -> None:
         scripts = [STANDINS / "webui" / "scripts" / "xyz_grid.py"]
         scripts += [STANDINS / "lora" / "scripts" / "lora_script.py"] * self.with_lora
+        scripts += [STANDINS / name / "scripts" / f"{name}.py" for name in self.others]
         scripts += [SCRIPT] * extension
         errors = len(self.errors.shown)
         self.scripts.load_scripts(scripts)

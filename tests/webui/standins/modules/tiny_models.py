@@ -62,8 +62,12 @@ class _UNet(nn.Module):
     def forward(self, x, context):
         emb = self.time_embed(x.new_ones(len(x), 4))
         x = F.pad(x, (0, 0, 0, 0, 0, self.channels_in - x.shape[1]))
-        h = self.input_blocks[1][0](self.input_blocks[0][0](x), emb)
-        seq = self.middle_block[0](h.flatten(2).transpose(1, 2), context.to(h.dtype))
+        h = self.input_blocks[0][0](x)
+        for layer in self.input_blocks[1]:  # other extensions add to it
+            h = layer(h, emb)
+        seq = h.flatten(2).transpose(1, 2)
+        for layer in self.middle_block:
+            seq = layer(seq, context.to(h.dtype))
         return self.out(seq.transpose(1, 2).reshape(h.shape))
 
 
