@@ -6,7 +6,19 @@ from typing import Any
 
 from modules import script_callbacks, sd_models, shared
 
-from lib_fp8.webui import animatediff, conditioning, controlnet, infotext, loading, lora, panel, settings, xyz
+from lib_fp8.webui import (
+    animatediff,
+    conditioning,
+    controlnet,
+    following,
+    infotext,
+    loading,
+    lora,
+    panel,
+    releasing,
+    settings,
+    xyz,
+)
 from lib_fp8.webui.patching import Patches
 
 _patches = Patches()
@@ -16,7 +28,7 @@ _options = settings.Options(on_change=lambda: _follow_settings(), status=panel.s
 def _follow_settings() -> None:
     model = sd_models.model_data.sd_model
     if model is not None:
-        loading.follow_settings(model)
+        following.follow_settings(model)
 
 
 def install() -> None:
@@ -26,6 +38,7 @@ def install() -> None:
         _options.add()
         settings.repair_saved_values()
         loading.install(_patches)
+        following.install(_patches)
         lora.install(_patches)
         conditioning.install(_patches)
     except Exception:
@@ -54,9 +67,9 @@ def uninstall(extension_name: str) -> None:
     switched off, they are given back in full precision."""
     _patches.undo()
     _options.remove()
-    loading.take_networks_out()
+    releasing.take_networks_out()
     if _is_switched_off(extension_name):
-        loading.release_all()
+        releasing.release_all()
 
 
 def _is_switched_off(extension_name: str) -> bool:
@@ -81,7 +94,7 @@ def before_process_batch(p: Any) -> None:
 
 def postprocess(p: Any) -> None:
     """A job is done."""
-    lora.after_job(loading.converted_models(), animatediff.kept())
+    lora.after_job(following.converted_models(), animatediff.kept())
 
 
 __all__ = [

@@ -289,7 +289,7 @@ class TestACopyInRam:
         a, kept, bits = nets.make("a", IN_8_BITS), nets.make("k", [KEPT]), host.fingerprint()
         for networks in ([a, kept], [a], []):
             host.run_networks(*networks)
-            host.loading.lora.after_job(host.loading.converted_models(), [])
+            host.lora.after_job(host.following.converted_models(), [])
         assert host.fingerprint() == bits
 
     def test_a_text_encoder_added_later(self, host, nets):

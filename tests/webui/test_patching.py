@@ -92,7 +92,7 @@ class TestInstall:
         webui._patches.undo()
         assert functions(clean) == clean.functions
 
-    @pytest.mark.parametrize("part", ["settings", "loading", "lora", "conditioning"])
+    @pytest.mark.parametrize("part", ["settings", "loading", "following", "lora", "conditioning"])
     def test_one_that_fails_leaves_nothing(self, clean, part, monkeypatch):
         webui = self.webui()
         module, name = getattr(webui, part), "repair_saved_values" if part == "settings" else "install"

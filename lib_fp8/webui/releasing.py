@@ -1,0 +1,65 @@
+"""Giving models back to the WebUI when the extension goes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from modules import sd_models
+
+from lib_fp8 import restore_model
+from lib_fp8.webui import animatediff
+from lib_fp8.webui.following import (
+    converted_models,
+    drop_from_memory,
+    forget_networks,
+    reload_from_file,
+    renew_empty_prompt,
+)
+from lib_fp8.webui.loading import streaming
+from lib_fp8.webui.storage import FULL_PRECISION, drop_record, record_of
+from lib_fp8.webui.targets import UNET, find_targets
+
+
+def take_networks_out() -> None:
+    """Leave no network merged by this extension; whoever merges next starts from whole layers."""
+    for model in converted_models():
+        try:
+            forget_networks(model)
+        except Exception as error:
+            print(error, file=sys.stderr)
+
+
+def release_all() -> None:
+    """Give the models back to the WebUI in full precision, after ``install`` was undone.
+
+    The model in use is loaded again from its file, or decoded where the file is gone. Those that wait in memory are
+    dropped; the WebUI loads them again when they are chosen.
+    """
+    data = sd_models.model_data
+    for model in [model for model in data.loaded_sd_models if model is not data.sd_model]:
+        if record_of(model).applied != FULL_PRECISION:
+            data.loaded_sd_models.remove(model)
+            sd_models.send_model_to_trash(model)
+    if data.sd_model is not None and record_of(data.sd_model).applied != FULL_PRECISION:
+        with animatediff.taken_out(data.sd_model):
+            _release(data.sd_model)
+    animatediff.release(data.sd_model)
+
+
+def _release(model: Any) -> None:
+    parts = record_of(model).applied.parts
+    targets = find_targets(model)
+    try:
+        with streaming(targets, FULL_PRECISION):
+            reload_from_file(model)
+    except Exception as error:
+        if record_of(model).is_stale:  # some layers are loaded, others not
+            drop_from_memory(model)
+            print(f"FP8 weight: {error}. The checkpoint is loaded again for the next picture.", file=sys.stderr)
+            return
+        layers = sum(restore_model(target.module) for target in targets)
+        print(f"FP8 weight: {error}. {layers} layers were decoded from 8 bits instead.", file=sys.stderr)
+    drop_record(model)
+    if parts != {UNET}:
+        renew_empty_prompt(model)
