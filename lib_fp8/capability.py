@@ -46,7 +46,9 @@ def can_make_zeros(dtype: torch.dtype, device_type: str) -> bool:
     """Whether a parameter on the meta device can be made a real one of a dtype; torch 2.1 cannot with float8."""
     try:
         torch.zeros_like(torch.empty(1, device="meta"), device=device_type, dtype=dtype)
-    except Exception:  # whatever the backend raises
+    except Exception as error:  # whatever the backend raises
+        if is_out_of_memory(error):
+            raise
         return False
     return True
 

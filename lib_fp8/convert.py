@@ -262,6 +262,14 @@ class StreamingConversion:
         self._sharing: dict[torch.nn.Module, list[torch.nn.Module]] = {}
 
     def __enter__(self) -> StreamingConversion:
+        try:
+            self._hook_all()
+        except BaseException:  # an interrupt; a hook that stayed would pack at every later load
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _hook_all(self) -> None:
         for model, policy in self._targets:
             packer = None if policy is None else _Packer(policy, self._progress, self._keep)
             self._packers.append(packer)
@@ -277,7 +285,6 @@ class StreamingConversion:
                     packer.settle(layer, layer.kept_because)
                     continue
                 self._handles.append(layer.module.register_load_state_dict_post_hook(self._pack_hook(layer, packer)))
-        return self
 
     def _note_sharing(self, layers: list[LayerPlan]) -> None:
         owners: dict[int, list[torch.nn.Module]] = {}

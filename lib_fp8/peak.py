@@ -39,7 +39,12 @@ class LoadPeak:
     def __enter__(self) -> LoadPeak:
         self._held = {module: _own_bytes(module) for module in self._model.modules()}
         self._now = self.peak = sum(self._held.values())
-        self._handles = [module.register_load_state_dict_post_hook(self._filled) for module in self._held]
+        try:
+            for module in self._held:
+                self._handles.append(module.register_load_state_dict_post_hook(self._filled))
+        except BaseException:  # an interrupt; a hook that stayed would count for ever
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(

@@ -22,7 +22,11 @@ from lib_fp8.webui.settings import MOTION_MODULES, packing_dtype, wanted_guest_p
 
 
 def _extension() -> Any:
-    return sys.modules.get("scripts.animatediff_mm")
+    """The extension; None where it is missing, or older than 1.11.1, which does not tell what is in the UNet."""
+    module = sys.modules.get("scripts.animatediff_mm")
+    manager = getattr(module, "mm_animatediff", None)
+    tells = hasattr(type(manager), "mm_injected") and hasattr(module, "MotionWrapper")
+    return module if tells else None
 
 
 def install(patches: Patches) -> None:
@@ -86,10 +90,11 @@ def taken_out(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if (used := sd_models.model_data.sd_model) is not None:
+        used = sd_models.model_data.sd_model
+        if used is not None and not any(parameter.is_meta for parameter in used.parameters()):
             try:
                 manager.inject(used, name)
-            except AssertionError as error:  # the extension's own words
+            except Exception as error:  # of another kind, or its file is gone; what happened within matters more
                 print(f"FP8 weight: {name} is left out. {error}", file=sys.stderr)
 
 

@@ -31,18 +31,19 @@ _KEEP = (
 """Where the control picture enters and the control leaves: few bytes that everything passes through."""
 
 
+_BUILD = "build_model_by_guess"
+
+
 def _scripts() -> list[Any]:
-    return [data for data in scripts.scripts_data if hasattr(data.script_class, "clear_control_model_cache")]
+    found = [data for data in scripts.scripts_data if hasattr(data.script_class, "clear_control_model_cache")]
+    return [data for data in found if hasattr(data.module, _BUILD)]
 
 
 def install(patches: Patches) -> None:
     """Be there when control models are built; does nothing without the extension, or a second time."""
     for script in _scripts():
-        if hasattr(script.module, _BUILD) and not patches.replaces(script.module, _BUILD):
+        if not patches.replaces(script.module, _BUILD):
             patches.replace(script.module, _BUILD, _converting)
-
-
-_BUILD = "build_model_by_guess"
 
 
 def _module(built: Any) -> torch.nn.Module:

@@ -109,8 +109,8 @@ def follow_settings(model: Any) -> None:
         SettingError: a setting has an impossible value.
         Exception: whatever reading the checkpoint again raises; the model is as it was.
     """
+    animatediff.follow_settings(model)  # first, since it may fail: then nothing else has changed
     _follow_with_model(model)
-    animatediff.follow_settings(model)
     controlnet.follow_settings(model)
 
 

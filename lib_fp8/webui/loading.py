@@ -122,7 +122,7 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
             set_record(model, Record(refused=refused, problem=problem))
             with whole_or_stale(model):
                 return original(model, checkpoint_info, state_dict, timer)
-        if state_dict is not None:
+        if state_dict is not None and _is_new(model):
             _make_loadable(state_dict)
         with contextlib.suppress(OriginalGoneError):  # whatever is not loaded stays as it is
             lora.forget(model) if state_dict is None else lora.take_out_of_layers_not_in(model, state_dict)
@@ -157,11 +157,16 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_model_weights
 
 
+def _is_new(model: torch.nn.Module) -> bool:
+    """Whether the WebUI has yet to make room for the values of a model."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
 def _make_loadable(state_dict: dict[str, Any]) -> None:
     """Cast float8 values where torch cannot make room for them and the WebUI's loading would fail."""
     kinds = {"cpu", devices.device.type}
     for name, value in state_dict.items():
-        is_float8 = value.is_floating_point() and value.element_size() == 1
+        is_float8 = torch.is_tensor(value) and value.is_floating_point() and value.element_size() == 1
         if is_float8 and not all(can_make_zeros(value.dtype, kind) for kind in kinds):
             state_dict[name] = value.to(packing_dtype())
 
@@ -182,9 +187,12 @@ def _emptying(state_dict: Any, model: torch.nn.Module) -> contextlib.AbstractCon
     The WebUI does so itself where it fills a new model, but not where it fills one again. A state dict that it caches
     must stay.
     """
-    is_new = any(parameter.is_meta for parameter in model.parameters())
-    if state_dict is None or is_new or shared.opts.sd_checkpoint_cache > 0:
+    is_cached = any(state_dict is held for held in sd_models.checkpoints_loaded.values())
+    keeps_this_one = shared.opts.sd_checkpoint_cache > 0  # WebUI 1.6 puts the very dictionary into its cache afterwards
+    if state_dict is None or is_cached or keeps_this_one or _is_new(model):
         return contextlib.nullcontext()
+    if not all(torch.is_tensor(value) for value in state_dict.values()):
+        return contextlib.nullcontext()  # the WebUI's loading passes over what is none, its emptying would not
     return sd_disable_initialization.LoadStateDictOnMeta(state_dict, device=devices.cpu)
 
 

@@ -51,7 +51,8 @@ class Record:
         originals: the weights as they were before rounding; None in full precision.
         lora: how networks are applied; follows the setting.
         lora_said: what the console said last of the layers that networks act on.
-        is_stale: networks are in it that cannot be taken out; it must be loaded again.
+        is_stale: it must be loaded again before it is used: something broke off while it was loaded or moved, or
+            networks are in it that cannot be taken out.
     """
 
     applied: Storage = FULL_PRECISION

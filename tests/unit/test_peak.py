@@ -44,6 +44,23 @@ def test_a_model_in_full_precision_is_fullest_when_it_begins():
     assert storage_census(all_tensors(model).values()) < 0.6 * full
 
 
+@pytest.mark.parametrize("make", [LoadPeak, lambda model: StreamingConversion([(model, Policy("int8", ()))])])
+def test_an_interrupt_while_hooks_are_put_leaves_none(make, monkeypatch):
+    model, calls = half_model(), iter(range(3))
+    put = nn.Module.register_load_state_dict_post_hook
+
+    def interrupted(module, hook):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return put(module, hook)
+
+    monkeypatch.setattr(nn.Module, "register_load_state_dict_post_hook", interrupted)
+    with pytest.raises(KeyboardInterrupt), make(model):
+        pass
+    hooks = [(*m._load_state_dict_pre_hooks, *m._load_state_dict_post_hooks) for m in model.modules()]
+    assert not any(hooks)
+
+
 def test_no_hook_stays(monkeypatch):
     model, state = seeded(ToyUNet), seeded(ToyUNet, 1).state_dict()
     monkeypatch.setattr("lib_fp8.qweight.pack", lambda *_: 1 / 0)

@@ -383,8 +383,65 @@ class TestMotionFailures:
         moving.job(None)
         moving.job("second")
 
+    def test_left_in_the_unet_and_its_file_is_gone(self, moving):
+        """The setting is refused, nothing has changed but that it is out; the next time it is followed."""
+        host = moving.host
+        unet, plain = layout(host), host.fingerprint()
+        moving.break_off()
+        (host.folder / "first").unlink()
+        assert host.set(**ANOTHER) == [False]
+        assert layout(host) == unet
+        assert host.fingerprint() == plain
+        assert not moving.module.AnimateDiffMM.mm_injected
+        assert host.set(**ANOTHER) == [True]
+        moving.job("second")
+
+    def test_left_in_the_unet_while_a_checkpoint_fails(self, moving, monkeypatch, capsys):
+        """What is told is what went wrong with the checkpoint."""
+        host = moving.host
+        unet = layout(host)
+        moving.break_off()
+        monkeypatch.setattr(moving.module.AnimateDiffMM, "inject", lambda *_: next(iter(())))
+        monkeypatch.setattr(host.sd_models, "load_model_weights", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            host.switch_to(host.checkpoint("b", seed=2))
+        assert "first is left out" in capsys.readouterr().err
+        assert layout(host) == unet
+
+    def test_a_model_that_was_thrown_away_gets_none(self, moving, monkeypatch):
+        host = moving.host
+        moving.job()
+        moving.break_off()
+        other = host.checkpoint("x", kind="inpaint")
+        trash = host.sd_models.send_model_to_trash
+        monkeypatch.setattr(host.sd_models, "send_model_to_trash", lambda model: (trash(model), 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            host.switch_to(other)
+        monkeypatch.undo()
+        assert not moving.module.AnimateDiffMM.mm_injected
+        host.switch_to(other)
+        unet = layout(host)
+        moving.job()
+        assert layout(host) == unet
+
 
 class TestMotionInstall:
+    @pytest.mark.parametrize("missing", ["mm_injected", "MotionWrapper"])
+    def test_one_too_old_or_another_is_left_alone(self, newest, missing):
+        newest.checkpoint()
+        stage = AnimateDiff(newest, **ON)
+        stage.start()
+        host = newest
+        owner = stage.module.AnimateDiffMM if missing == "mm_injected" else stage.module
+        host.script_callbacks.run("script_unloaded")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(owner, missing)
+            sys.modules["lib_fp8.webui"].install()
+            host.animatediff.install(sys.modules["lib_fp8.webui"]._patches)
+            assert host.job().pictures
+            assert host.set(**ANOTHER) == [True]
+            assert host.job().pictures
+
     @pytest.mark.parametrize("others", [("animatediff",), ()])
     def test_reload_ui(self, moving, others):
         host, wrapper = moving.host, moving.module.MotionWrapper
@@ -698,6 +755,18 @@ class TestControlModels:
             assert quantized_names(controlled.cache["net"]) == IN_CONTROLNET
             host.set(**ANOTHER)
             assert not controlled.cache
+
+    def test_one_that_builds_its_models_otherwise_keeps_them(self, controlled, monkeypatch):
+        host, script = controlled.host, controlled.script
+        host.script_callbacks.run("script_unloaded")
+        build = script.build_model_by_guess
+        monkeypatch.delattr(script, "build_model_by_guess")
+        sys.modules["lib_fp8.webui"].install()
+        host.controlnet.install(sys.modules["lib_fp8.webui"]._patches)
+        kept = script.Script.model_cache["net"] = build(controlled.states["net"], host.unet, "net")
+        host.job()
+        assert host.set(**ANOTHER) == [True]
+        assert script.Script.model_cache["net"] is kept
 
     def test_the_extension_is_switched_off(self, controlled):
         host = controlled.host

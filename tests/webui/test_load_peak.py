@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import LiveStorages, all_tensors, storage_census
+from helpers import FORMAT_BY_DEFAULT, LiveStorages, all_tensors, storage_census
 
 from lib_fp8.report import MIB
 from webui.nets import ON
@@ -62,9 +62,24 @@ def test_values_die_one_by_one(sd1, given):
 
 
 def test_a_cached_state_dict_stays_whole(sd1, given):
-    sd1.opts.data["sd_checkpoint_cache"] = 1
+    """Also after the cache was made smaller; it is cut at the end of the next load."""
+    sd1.opts.data["sd_checkpoint_cache"] = 2
+    a, b = sd1.switch_to(sd1.checkpoint("b", seed=2)).sd_checkpoint_info, sd1.checkpoint("c", seed=3)
+    sd1.switch_to(b)
+    sd1.opts.data["sd_checkpoint_cache"] = 0
+    cached = sd1.sd_models.checkpoints_loaded[a]
+    sd1.switch_to(a)
+    assert cached.keys() >= sd1.values("b").keys()
+    sd1.assert_packed("b", FORMAT_BY_DEFAULT)
+    assert len(given) == 2
+
+
+def test_what_is_no_tensor_is_passed_over(sd1, given):
+    """A checkpoint of a trainer, without a "state_dict" of its own."""
+    read = sd1.sd_models.read_state_dict
+    sd1.sd_models.read_state_dict = lambda *args: {"epoch": 3, **read(*args)}
     sd1.switch_to(sd1.checkpoint("b", seed=2))
-    assert given[-1].keys() >= sd1.values("b").keys()
+    sd1.assert_packed("b", FORMAT_BY_DEFAULT)
 
 
 def test_a_failed_conversion_reads_the_file_again(sd1, given, monkeypatch):

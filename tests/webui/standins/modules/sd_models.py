@@ -1,5 +1,6 @@
 """Checkpoints and models: first load on the meta device, reload into a model of the same kind, several kept."""
 
+import collections
 import contextlib
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from modules import (
 from modules.timer import Timer
 
 files_read = []
+checkpoints_loaded = collections.OrderedDict()
+"""State dicts kept in memory."""
 conversions = []
 """Names of the checkpoints that the WebUI's own conversion was run on."""
 checkpoints_list = {}
@@ -86,6 +89,8 @@ def read_state_dict(checkpoint_file):
 
 
 def get_checkpoint_state_dict(checkpoint_info, timer):
+    if checkpoint_info in checkpoints_loaded:
+        return checkpoints_loaded[checkpoint_info]
     return read_state_dict(checkpoint_info.filename)
 
 
@@ -116,7 +121,11 @@ def load_model_weights(model, checkpoint_info, state_dict, timer):
     if state_dict is None:
         state_dict = get_checkpoint_state_dict(checkpoint_info, timer)
     model.is_sdxl = hasattr(model, "conditioner")
+    if at_least(8) and shared.opts.sd_checkpoint_cache > 0:
+        checkpoints_loaded[checkpoint_info] = state_dict.copy()
     model.load_state_dict(state_dict, strict=False)
+    if not at_least(8) and shared.opts.sd_checkpoint_cache > 0:
+        checkpoints_loaded[checkpoint_info] = state_dict
     if shared.cmd_opts.no_half:
         model.float()
     else:
@@ -131,6 +140,8 @@ def load_model_weights(model, checkpoint_info, state_dict, timer):
         if devices.fp8:
             _convert(model)
     model.first_stage_model.to(devices.dtype_vae)
+    while len(checkpoints_loaded) > shared.opts.sd_checkpoint_cache:
+        checkpoints_loaded.popitem(last=False)
     model.sd_model_checkpoint = checkpoint_info.filename
     model.sd_checkpoint_info = checkpoint_info
 
