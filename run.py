@@ -146,7 +146,11 @@ def main() -> int:
         "bench", help="size, quality and time; needs 12 GB of memory, some minutes", **own_help
     )
     benches.set_defaults(run=bench)
-    trainings = commands.add_parser("train", help="make the embedded model anew; about an hour", **own_help)
+    trainings = commands.add_parser(
+        "train",
+        help="a LoRA over a model in 8 bits, as an example (lora); or the embedded model anew, in an hour",
+        **own_help,
+    )
     trainings.add_argument("what", choices=TRAININGS)
     trainings.set_defaults(run=train)
     # What follows demo, bench and train belongs to the program behind them, which has a --help of its own.

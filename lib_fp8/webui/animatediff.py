@@ -19,6 +19,7 @@ from lib_fp8.webui import guests
 from lib_fp8.webui.guests import Guest
 from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.settings import MOTION_MODULES, packing_dtype, wanted_guest_policy
+from lib_fp8.webui.targets import is_sdxl
 
 
 def _extension() -> Any:
@@ -98,17 +99,32 @@ def taken_out(model: Any) -> Iterator[None]:
                 print(f"FP8 weight: {name} is left out. {error}", file=sys.stderr)
 
 
-def follow_settings(model: torch.nn.Module) -> None:
-    """Bring a motion module that is in use into the storage that the settings want.
+def _let_go(model: Any) -> None:
+    """Let the extension load its motion module again, and the Lora extension forget the layers of this one."""
+    gone = set(kept()[0].modules())
+    layers = getattr(model, "network_layer_mapping", {})
+    for name in [name for name, layer in layers.items() if layer in gone]:
+        del layers[name]
+    _extension().mm_animatediff.remove()
 
-    The extension keeps that of the last job, and puts it in before the overrides of a job are known.
+
+def follow_settings(model: torch.nn.Module) -> None:
+    """Bring the motion module that the extension keeps into the storage that the settings want.
+
+    One that is in the UNet is loaded anew: it is put in before the overrides of a job are known. One that waits for
+    its next use is let go, unless it waits for a model of another kind.
     """
-    manager = _injected_into(model)
-    if manager is not None and not guests.has_policy(manager.mm, wanted_guest_policy(MOTION_MODULES, model)):
+    wanted = wanted_guest_policy(MOTION_MODULES, model)
+    if all(guests.has_policy(motion, wanted) for motion in kept()):
+        return
+    manager = _extension().mm_animatediff
+    if _injected_into(model) is not None:
         name = manager.mm.mm_name
         manager.restore(model)
-        manager.remove()
+        _let_go(model)
         manager.inject(model, name)
+    elif not type(manager).mm_injected and getattr(manager.mm, "is_xl", False) == is_sdxl(model):
+        _let_go(model)
 
 
 def release(model: torch.nn.Module | None) -> None:
@@ -122,4 +138,4 @@ def release(model: torch.nn.Module | None) -> None:
     manager = _extension().mm_animatediff
     if _injected_into(model) is not None:
         manager.restore(model)
-    manager.remove()
+    _let_go(model)

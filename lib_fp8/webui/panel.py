@@ -79,13 +79,26 @@ def status_html() -> str:
     lines = []
     if now["problem"]:
         lines.append(f"<p style='color: #dc2626'>{html.escape(now['problem'])}</p>")
+    state = ":" if now["enabled"] else ": full precision."
+    lines.append(f"<p>{html.escape(now['checkpoint'])}{state}</p>")
+    if now["parts"]:
+        lines += _table(now["parts"])
     if not now["enabled"]:
-        lines.append(f"<p>{html.escape(now['checkpoint'])}: full precision.</p>")
         return _wrap("".join(lines))
-    lines.append(f"<p>{html.escape(now['checkpoint'])}:</p><table><tr>")
+    if now["note"]:
+        lines.append(f"<p>{html.escape(now['note'])}</p>")
+    lines += [
+        f"<p>{html.escape(part['part'])}: {html.escape(note)}</p>" for part in now["parts"] for note in part["notes"]
+    ]
+    lines.append(f"<p>{html.escape(_lora_line(now))}</p>")
+    return _wrap("".join(lines))
+
+
+def _table(parts: list[dict[str, Any]]) -> list[str]:
+    lines = ["<table><tr>"]
     lines += [f"<th>{title}</th>" for title in ("", "format", "layers in 8 bits", "kept", "memory", "saved")]
     lines.append("</tr>")
-    for part in now["parts"]:
+    for part in parts:
         before, after = part["bytes_full_precision"], part["bytes"]
         kept = "; ".join(f"{count} by {reason}" for reason, count in part["kept"].items())
         cells = (
@@ -100,13 +113,7 @@ def status_html() -> str:
         lines += [f"<td>{html.escape(cell)}</td>" for cell in cells]
         lines.append("</tr>")
     lines.append("</table>")
-    if now["note"]:
-        lines.append(f"<p>{html.escape(now['note'])}</p>")
-    lines += [
-        f"<p>{html.escape(part['part'])}: {html.escape(note)}</p>" for part in now["parts"] for note in part["notes"]
-    ]
-    lines.append(f"<p>{html.escape(_lora_line(now))}</p>")
-    return _wrap("".join(lines))
+    return lines
 
 
 def _lora_line(now: dict[str, Any]) -> str:

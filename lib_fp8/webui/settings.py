@@ -99,7 +99,7 @@ _TEXT_ENCODER_INFO = {
 
 def _switch_option() -> Any:
     return _option(DISABLE, "FP8 weight", gr.Radio, {"choices": list(SWITCH_CHOICES)}, key=SWITCH).info(
-        "store the weights of Linear and Conv layers in 8 bits to save memory"
+        "store the weights of Linear and Conv layers in 8 bits to save memory; by the FP8 weight extension, see below"
     )
 
 
@@ -140,7 +140,8 @@ class Options:
             self._add(SWITCH, _switch_option())
         elif self._switch_before is None and SWITCH not in self._added:
             switch = labels[SWITCH]
-            self._switch_before = {"onchange": switch.onchange, "infotext": switch.infotext}
+            self._switch_before = {name: getattr(switch, name) for name in ("onchange", "infotext", "comment_after")}
+            switch.comment_after = _switch_option().comment_after  # the WebUI's own asks for a newer torch
         labels[SWITCH].onchange = self._on_change
         labels[SWITCH].infotext = INFOTEXT[SWITCH]
         if BUILT_IN_LORA_CACHE in labels and self._cache_before is None:

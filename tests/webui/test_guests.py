@@ -203,6 +203,18 @@ class TestMotionModules:
         gc.collect()
         assert second() is None
 
+    @pytest.mark.parametrize("change", [{"fp8_storage": "Disable"}, {"fp8_motion_modules": False}, ANOTHER])
+    def test_one_that_waits_is_let_go_when_another_storage_is_wanted(self, moving, change):
+        moving.job()
+        gone = weakref.ref(moving.motion)
+        moving.host.set(fp8_control_models=True)
+        assert moving.motion is gone()
+        moving.host.set(**change)
+        assert moving.motion is None
+        gc.collect()
+        assert gone() is None
+        assert not any("first" in part["part"] for part in moving.host.panel.status()["parts"])
+
     def test_are_shown(self, moving, capsys):
         moving.job()
         assert "FP8 weight: AnimateDiff first 4 layers in" in capsys.readouterr().out
