@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from live.client import Client
+from live.guests import CHECKPOINT, EXTENSIONS, Stage, write_files
 from live.webui import PLAIN_PRECISION, Installation, Models, WebUI, prepare_data
 
 START = "shapes-sd1"
@@ -148,6 +149,29 @@ def webui(shared_webui) -> Client:
     """The client of the shared WebUI, all settings as they were when it started."""
     reset(shared_webui.client)
     return shared_webui.client
+
+
+@pytest.fixture(scope="session")
+def guest_files(need, models, tmp_path_factory) -> Path:
+    """Files for AnimateDiff and ControlNet; the test is skipped where the checkpoint of full width is missing."""
+    need(CHECKPOINT)
+    return write_files(tmp_path_factory.mktemp("guests"), models.find(CHECKPOINT))
+
+
+_stages: dict[str, Stage] = {}
+
+
+@pytest.fixture
+def stage(rack, other_extension, need, request, tmp_path_factory) -> Stage:
+    """A WebUI with AnimateDiff and ControlNet on a checkpoint of full width; the test says which settings it needs."""
+    need(CHECKPOINT)
+    running = rack.shared(*map(other_extension, EXTENSIONS))
+    url = running.client.url
+    if url not in _stages:
+        files = request.getfixturevalue("guest_files")
+        _stages[url] = Stage(running, files, tmp_path_factory.mktemp("latents"))
+    running.client.set(sd_model_checkpoint=f"{CHECKPOINT}.safetensors")
+    return _stages[url]
 
 
 @pytest.fixture
