@@ -83,9 +83,9 @@ def _own_options() -> dict[str, Any]:
     )
     options[MOTION_MODULES] = _option(
         True, "FP8: store AnimateDiff motion modules in 8 bits too", key=MOTION_MODULES
-    ).info("saves about 0.4 GB with SD1; acts when one is used next")
+    ).info("saves about 0.4 GB with SD1")
     options[CONTROL_MODELS] = _option(False, "FP8: store ControlNet models in 8 bits too", key=CONTROL_MODELS).info(
-        "saves about 0.35 GB for each with SD1, 1.2 GB with SDXL; acts when one is used next"
+        "saves about 0.35 GB each with SD1, 1.2 GB with SDXL"
     )
     return options
 
