@@ -27,10 +27,25 @@ def checkpoint_damage(path: str | os.PathLike[str]) -> str | None:
             with safe_open(path, framework="pt"):
                 return None
         with Path(path).open("rb") as file:
-            is_zip = file.read(4) == b"PK\x03\x04"
-        return "the zip archive has no index" if is_zip and not zipfile.is_zipfile(path) else None
+            head = file.read(4)
+        if head == b"PK\x03\x04":
+            return None if zipfile.is_zipfile(path) else "the zip archive has no index"
+        return None if head.startswith(b"\x80") else "it is neither a zip archive nor a pickle"
     except (OSError, SafetensorError) as error:
         return str(error)
+
+
+Signature = tuple[int, ...]
+"""What tells one file from another, and from itself after it was written to."""
+
+
+def signature_of(file: str | os.PathLike[str] | int) -> Signature | None:
+    """The signature of a file, by its path or its descriptor; None if there is none."""
+    try:
+        stat = os.fstat(file) if isinstance(file, int) else Path(file).stat()
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino
 
 
 Tensors = dict[str, torch.Tensor]
@@ -57,13 +72,9 @@ class CheckpointFile:
         self._names: dict[str, str] = {}
         self._failure: str | None = None
 
-    def _read_signature(self) -> tuple[int, ...] | None:
-        """What tells one file from another: of the file that is held, else of the one that lies there now."""
-        try:
-            stat = self.path.stat() if self._held is None else os.fstat(self._held.fileno())
-        except OSError:
-            return None
-        return stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino
+    def _read_signature(self) -> Signature | None:
+        """Of the file that is held, else of the one that lies there now."""
+        return signature_of(self.path if self._held is None else self._held.fileno())
 
     @property
     def is_open(self) -> bool:

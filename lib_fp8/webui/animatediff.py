@@ -47,10 +47,10 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, state_dict, *args, **kwargs)
         name = f"AnimateDiff {self.mm_name}"
         try:
-            with StreamingConversion([(self, policy)], dtype=packing_dtype()) as stream:
+            with _dropped_if_broken(self), StreamingConversion([(self, policy)], dtype=packing_dtype()) as stream:
                 result = original(self, state_dict, *args, **kwargs)
         except ConversionError as error:
-            with StreamingConversion([(self, None)]):
+            with _dropped_if_broken(self), StreamingConversion([(self, None)]):
                 result = original(self, state_dict, *args, **kwargs)
             guests.enter_failure(self, Guest(name, policy), error)
             return result
@@ -58,6 +58,19 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_state_dict
+
+
+@contextlib.contextmanager
+def _dropped_if_broken(motion: torch.nn.Module) -> Iterator[None]:
+    """A motion module whose file does not fit is not kept: the extension would go on with what was loaded of it."""
+    try:
+        yield
+    except ConversionError:
+        raise
+    except BaseException:
+        if motion in kept():
+            _extension().mm_animatediff.remove()
+        raise
 
 
 def kept() -> list[torch.nn.Module]:

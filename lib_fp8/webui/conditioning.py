@@ -1,4 +1,4 @@
-"""Telling the WebUI's cache of encoded prompts that a text encoder is stored differently."""
+"""Telling the WebUI's cache of encoded prompts that a text encoder is stored differently, or is another."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def _with_text_encoders(original: Callable[..., tuple[Any, ...]]) -> Callable[..
     def cached_params(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         record = record_of(shared.sd_model)
         policies = tuple(record.applied.policy_for(kind) for kind in TEXT_ENCODERS)
-        return (*original(self, *args, **kwargs), policies, record.lora if any(policies) else None)
+        return (*original(self, *args, **kwargs), policies, record.lora if any(policies) else None, record.contents)
 
     return cached_params

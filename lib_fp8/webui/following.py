@@ -121,7 +121,7 @@ def _follow_with_model(model: Any) -> None:
         record.refused = record.problem = None
     elif not record.is_stale:
         return
-    before, is_stale = record.applied, record.is_stale
+    before = record.applied
     targets = find_targets(model)
     changed = [t for t in targets if wanted.policy_for(t.kind) != record.applied.policy_for(t.kind)]
     needs_copies = wanted.policy is not None and lora_choice() == LORA_FROM_COPY != record.lora
@@ -135,13 +135,14 @@ def _follow_with_model(model: Any) -> None:
     has_all = (
         record.applied == FULL_PRECISION or lora_choice() != LORA_FROM_COPY
     )  # copies are made of all parts at once
+    reloads = not (converts and has_all) or record.is_stale
     with animatediff.taken_out(model):
-        if converts and has_all and not record.is_stale:
-            _convert_in_place(model, changed, wanted)
-        else:
+        if reloads:
             reload_from_file(model)
+        else:
+            _convert_in_place(model, changed, wanted)
     now = record_of(model).applied
-    if is_stale or any(before.policy_for(kind) != now.policy_for(kind) for kind in TEXT_ENCODERS):
+    if reloads or any(before.policy_for(kind) != now.policy_for(kind) for kind in TEXT_ENCODERS):
         with whole_or_stale(model):
             renew_empty_prompt(model)
 
@@ -176,6 +177,7 @@ def _convert_in_place(model: Any, targets: list[Target], wanted: Storage) -> Non
         before.is_stale = True
         raise
     record = new_record(find_targets(model), wanted, model.sd_checkpoint_info.filename, copies)
+    record.contents = before.contents
     record.reports = {**before.reports, **{target.kind: report for target, report in zip(targets, reports)}}
     set_record(model, record)
     devices.torch_gc()

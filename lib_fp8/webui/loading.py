@@ -16,7 +16,7 @@ from lib_fp8.capability import can_make_zeros
 from lib_fp8.peak import LoadPeak
 from lib_fp8.policy import LayerPlan, quantized_layers
 from lib_fp8.report import mebibytes
-from lib_fp8.source import CheckpointFile, Copies, Originals
+from lib_fp8.source import CheckpointFile, Copies, Originals, signature_of
 from lib_fp8.webui import lora
 from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.settings import (
@@ -109,6 +109,14 @@ def new_copies() -> Copies | None:
 
 def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model_weights(model: Any, checkpoint_info: Any, state_dict: Any, timer: Any) -> Any:
+        if getattr(devices, "fp8", False):
+            _undo_built_in(model)
+        try:
+            return load(model, checkpoint_info, state_dict, timer)
+        finally:
+            record_of(model).contents = signature_of(checkpoint_info.filename)
+
+    def load(model: Any, checkpoint_info: Any, state_dict: Any, timer: Any) -> Any:
         targets = find_targets(model)
         try:
             wanted, problem = wanted_storage(model), None
@@ -131,7 +139,7 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(whole_or_stale(model))
                 told = stack.enter_context(progress(targets, wanted))
-                load = stack.enter_context(LoadPeak(model))
+                followed = stack.enter_context(LoadPeak(model))
                 stream = stack.enter_context(streaming(targets, wanted, told, copies))
                 stack.enter_context(_emptying(state_dict, model))
                 result = original(model, checkpoint_info, state_dict, timer)
@@ -151,10 +159,22 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
             target.kind: report for target, report in zip(targets, stream.reports()) if report is not None
         }
         set_record(model, record)
-        summarise(record, load.peak)
+        summarise(record, followed.peak)
         return result
 
     return load_model_weights
+
+
+def _undo_built_in(model: torch.nn.Module) -> None:
+    """Make room for values in a model that the WebUI's own conversion was run on, before the extension came.
+
+    The WebUI would cast all of the model for that, and round the noise schedule, which no checkpoint brings back.
+    """
+    devices.fp8 = False
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and parameter.element_size() == 1:
+                module._parameters[name] = torch.nn.Parameter(parameter.half(), requires_grad=False)
 
 
 def _is_new(model: torch.nn.Module) -> bool:

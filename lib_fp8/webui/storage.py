@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from lib_fp8 import Policy, Report
-from lib_fp8.source import Originals
+from lib_fp8.source import Originals, Signature
 from lib_fp8.webui.targets import UNET
 
 _ATTRIBUTE = "fp8_weight_record"
@@ -53,6 +53,7 @@ class Record:
         lora_said: what the console said last of the layers that networks act on.
         is_stale: it must be loaded again before it is used: something broke off while it was loaded or moved, or
             networks are in it that cannot be taken out.
+        contents: what tells the file that its weights came from from another under the same name.
     """
 
     applied: Storage = FULL_PRECISION
@@ -63,6 +64,7 @@ class Record:
     lora: str = ""
     lora_said: dict[str, int] = field(default_factory=dict)
     is_stale: bool = False
+    contents: Signature | None = None
 
 
 def record_of(model: torch.nn.Module) -> Record:

@@ -43,6 +43,21 @@ def test_what_does_not_touch_it_does(ready):
     assert encoded(ready, fp8_lora="Add at run time")[0] == 0
 
 
+@pytest.mark.parametrize("settings", [ON, {"fp8_storage": "Disable"}], ids=["8 bits", "full precision"])
+def test_another_file_of_the_same_name_does_not(ready, settings):
+    """Also the empty prompt, which the WebUI encodes once for a model, is that of the new file."""
+    ready.set(**settings)
+    first = encoded(ready)[1]
+    ready.checkpoint(seed=2)
+    ready.set(fp8_storage="Enable", fp8_format="int8")
+    ready.set(fp8_storage="Disable")
+    times, other = encoded(ready)
+    assert times == 1
+    assert not torch.equal(other, first)
+    with ready.devices.autocast(), torch.no_grad():
+        assert torch.equal(ready.model.cond_stage_model_empty_prompt, ready.sd_models.get_empty_cond(ready.model))
+
+
 def test_how_networks_are_applied_to_the_text_encoder_does_not(ready):
     encoded(ready, fp8_clip_l=True)
     assert encoded(ready, fp8_clip_l=True, fp8_lora="Add at run time")[0] == 1

@@ -395,6 +395,14 @@ class TestMotionFailures:
         moving.job(None)
         moving.job("second")
 
+    def test_a_file_that_does_not_fit_is_not_kept(self, moving):
+        moving.states["first"].pop("mid_block.to_q.weight")
+        write(moving.host, "first", moving.states["first"])
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="Missing key"):
+                moving.module.mm_animatediff.load("first")
+            assert moving.motion is None
+
     def test_left_in_the_unet_and_its_file_is_gone(self, moving):
         """The setting is refused, nothing has changed but that it is out; the next time it is followed."""
         host = moving.host

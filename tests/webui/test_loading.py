@@ -588,3 +588,22 @@ def test_a_hypernetwork_that_hangs_in_attention_is_left_alone(host, when):
     assert host.format_in_use() is not None
     assert not [name for name in host.quantized() if "hyper_k" in name]
     assert all(torch.equal(weight.half(), value) for weight, value in zip(hung.parameters(), before))
+
+
+def test_the_webuis_own_conversion_before_leaves_no_trace(host):
+    """The extension is switched on while a model is in the WebUI's own 8 bits."""
+    if host.minor < 8:
+        pytest.skip("this WebUI has no conversion of its own")
+    need_format("float8_e4m3fn unscaled")
+    host.checkpoint()
+    host.start(extension=False)
+    schedule = host.model.alphas_cumprod.clone()
+    host.set(fp8_storage="Enable")
+    host.sd_models.reload_model_weights()
+    assert host.devices.fp8
+    host.reload_ui()
+    host.job()
+    assert not host.devices.fp8
+    assert torch.equal(host.model.alphas_cumprod, schedule)
+    host.assert_packed("a", "float8_e4m3fn")
+    assert all(parameter.element_size() > 1 for parameter in host.model.parameters())
