@@ -243,12 +243,13 @@ def write_hypernetwork(path: Path, seed: int) -> None:
 
 
 @pytest.fixture
-def hypernetwork(webui: Client, shared_webui) -> str:
+def hypernetwork(webui: Client, shared_webui) -> Iterator[str]:
     folder = shared_webui.data / "models/hypernetworks"
     folder.mkdir(exist_ok=True)
     write_hypernetwork(folder / "random.pt", seed=3)
     webui.probe("refresh_hypernetworks")
-    return "random"
+    yield "random"
+    webui.probe("take_hypernetworks_off")
 
 
 @pytest.mark.parametrize("way", ["Automatic", "None"])

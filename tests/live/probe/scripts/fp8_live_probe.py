@@ -510,6 +510,13 @@ def forget_hypernetworks():
     shared.loaded_hypernetworks.clear()
 
 
+def take_hypernetworks_off():
+    """Take off the model what the WebUI hung into it; it never does so itself."""
+    for module in shared.sd_model.modules():
+        for name in ("hyper_k", "hyper_v"):
+            module._modules.pop(name, None)
+
+
 def hypernetwork_bits():
     """Hashes over kind, dtype and bits of the weights of the hypernetworks in use."""
     modules = [module for net in shared.loaded_hypernetworks for pair in net.layers.values() for module in pair]
