@@ -134,6 +134,26 @@ class Stage:
             self._full[name] = self.latent(*scripts, **fields)
         return self._full[name]
 
+    def acts_as_in_full_precision(self, job: dict[str, Any], guest: str, storage: str, still: np.ndarray) -> np.ndarray:
+        """Hold a guest and the UNet in a format; asserts that what the guest does stays, and gives the latent.
+
+        Args:
+            job: what the other extension is asked for.
+            guest: the guest's name in memory.
+            storage: a format.
+            still: the latent in full precision without the guest.
+        """
+        wanted = self.full(f"{guest} {job}", job)
+        self.hold(FULL_GUESTS, fp8_format=storage)
+        unet_only = self.latent(job)
+        assert in_8_bits(self.guest(guest), storage) == []
+        self.hold(ALL, fp8_format=storage)
+        both = self.latent(job)
+        print(f"{storage} {guest}: UNet {db(unet_only, wanted):.1f} dB, both {db(both, wanted):.1f}")
+        assert db(both, wanted) >= db(unet_only, wanted) - SLACK
+        assert db(still, wanted) < db(both, wanted) - 6, "the guest does nothing"
+        return both
+
     def still(self, **fields: Any) -> np.ndarray:
         """Without guests, as many pictures as frames."""
         return self.latent(batch_size=FRAMES, **fields)
