@@ -11,7 +11,8 @@ A plain torch library without any WebUI import::
 import lib_fp8.compute  # noqa: F401  # registers the computation of QuantWeight
 from lib_fp8.convert import ConversionError, StreamingConversion, convert_model, convert_models, restore_model
 from lib_fp8.formats import Format, UnknownFormatError, format_names, get_format
-from lib_fp8.policy import DEFAULT_KEEP, LayerPlan, PatternError, Policy, plan
+from lib_fp8.patterns import PatternError
+from lib_fp8.policy import DEFAULT_KEEP, LayerPlan, Policy, plan
 from lib_fp8.qweight import QuantWeight
 from lib_fp8.report import Report, measure, stored_bytes
 

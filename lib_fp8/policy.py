@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from lib_fp8 import formats
+from lib_fp8.patterns import check_patterns, pattern
 from lib_fp8.qweight import QuantWeight
 
 DEFAULT_KEEP: tuple[str, ...] = (
@@ -29,26 +27,13 @@ The embedding layers are named by silveroxides/convert_to_quant #53 and diffuser
 """
 
 
-try:
-    from re import _parser as _regex_parser  # type: ignore[attr-defined]
-except ImportError:  # Python 3.10
-    import sre_parse as _regex_parser
-
-_NARROW = 16
-"""Up to so many repetitions count as few."""
-
-
-class PatternError(ValueError):
-    """A pattern for layers to be kept is no valid regular expression."""
-
-
 @dataclass(frozen=True)
 class Policy:
     """How the Linear and Conv2d weights of one model are to be stored.
 
     Attributes:
         format: name of a registered storage format.
-        keep: regular expressions; a layer whose name one of them finds (``re.search``) stays in full precision.
+        keep: patterns (see ``patterns``); a layer in whose name one of them is found stays in full precision.
 
     Raises:
         UnknownFormatError, PatternError: on creation, naming what is wrong.
@@ -60,32 +45,6 @@ class Policy:
     def __post_init__(self) -> None:
         formats.get_format(self.format)
         check_patterns(self.keep)
-
-
-def check_patterns(patterns: Iterable[str]) -> None:
-    """Raise PatternError for the first pattern that is no valid regular expression, or one that may never end.
-
-    A repeat within a repeat, such as ``(a+)+``, can take longer than anyone waits, and Python cannot be interrupted
-    in it. Such a pattern may come with an infotext that somebody pastes; names of layers never need one.
-    """
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-            endless = _nests_repeats(_regex_parser.parse(pattern))
-        except (re.error, OverflowError, RecursionError) as error:
-            raise PatternError(f"{pattern[:80]!r} is no valid regular expression: {error}") from None
-        if endless:
-            raise PatternError(f"{pattern[:80]!r} has a repeat within a repeat, which may never end")
-
-
-def _nests_repeats(parsed: Any, within_repeat: bool = False) -> bool:
-    """Whether a parsed expression, or a part of it, repeats something that repeats without a narrow limit."""
-    if isinstance(parsed, tuple) and len(parsed) == 3 and isinstance(parsed[2], _regex_parser.SubPattern):
-        repeats = isinstance(parsed[1], int) and parsed[1] > _NARROW  # (least, most, what)
-        return (repeats and within_repeat) or _nests_repeats(parsed[2], within_repeat or repeats)
-    if isinstance(parsed, (tuple, list, _regex_parser.SubPattern)):
-        return any(_nests_repeats(part, within_repeat) for part in parsed)
-    return False
 
 
 @dataclass(frozen=True)
@@ -105,7 +64,7 @@ class LayerPlan:
 
 def plan(model: torch.nn.Module, policy: Policy) -> list[LayerPlan]:
     """List what the policy does to each Linear and Conv2d of a model, in module order; touches nothing."""
-    patterns = [(pattern, re.compile(pattern)) for pattern in policy.keep]
+    patterns = [pattern(text) for text in policy.keep]
     foreign = {
         id(parameter): type(module).__name__
         for _, module in model.named_modules()  # ControlNet's LLLite has something else under ``modules``
@@ -123,7 +82,7 @@ def plan(model: torch.nn.Module, policy: Policy) -> list[LayerPlan]:
             return "empty weight"
         if id(weight) in foreign:
             return f"shared with {foreign[id(weight)]}"
-        return next((f"pattern {text}" for text, pattern in patterns if pattern.search(name)), None)
+        return next((f"pattern {kept.text}" for kept in patterns if kept.found_in(name)), None)
 
     return [
         LayerPlan(name, module, reason(name, module))

@@ -15,7 +15,7 @@ LEVELS = (
     {"report"},
     {"compute", "policy", "source"},
     {"qweight"},
-    {"quantize", "branch"},
+    {"quantize", "branch", "patterns"},
     {"formats"},
     {"capability"},
 )
