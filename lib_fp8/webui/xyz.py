@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from modules import scripts
@@ -11,6 +12,7 @@ from lib_fp8.webui.settings import FORMAT, SWITCH, SWITCH_CHOICES, TEXT_ENCODER_
 
 _RELOAD_COST = 0.9  # as the WebUI's own "FP8 mode": the X/Y/Z plot changes costly axes least often
 _NONE = "None"
+_MODE = "FP8 mode"
 
 
 def add_axes() -> None:
@@ -20,11 +22,16 @@ def add_axes() -> None:
         return
     present = {axis.label for axis in module.axis_options}
     axes = [
-        module.AxisOption(
-            "FP8 mode", str, module.apply_override(SWITCH), cost=_RELOAD_COST, choices=lambda: list(SWITCH_CHOICES)
-        ),
-        module.AxisOption(
-            "FP8 format", str, module.apply_override(FORMAT), cost=_RELOAD_COST, choices=lambda: list(format_names())
+        *(
+            module.AxisOption(
+                label,
+                str,
+                module.apply_override(key),
+                cost=_RELOAD_COST,
+                confirm=_confirm_one_of(label, choices),
+                choices=lambda choices=choices: list(choices),
+            )
+            for label, key, choices in ((_MODE, SWITCH, SWITCH_CHOICES), ("FP8 format", FORMAT, format_names()))
         ),
         module.AxisOption(
             "FP8 text encoders",
@@ -36,6 +43,19 @@ def add_axes() -> None:
         ),
     ]
     module.axis_options.extend(axis for axis in axes if axis.label not in present)
+    for axis in module.axis_options:
+        if axis.label == _MODE and axis.confirm is None:  # the WebUI's own takes any text
+            axis.confirm = _confirm_one_of(_MODE, SWITCH_CHOICES)
+
+
+def _confirm_one_of(label: str, choices: Sequence[str]) -> Callable[[Any, list[str]], None]:
+    """A check before the plot: a bad value would end it in the middle, or not at all."""
+
+    def confirm(p: Any, values: list[str]) -> None:
+        if unknown := [value for value in values if value not in choices]:
+            raise RuntimeError(f"Unknown {label}: {', '.join(unknown)}. Choose one of: {', '.join(choices)}")
+
+    return confirm
 
 
 def _chosen(value: str) -> set[str]:

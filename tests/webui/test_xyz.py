@@ -66,6 +66,16 @@ def test_an_unknown_text_encoder_is_refused_before_the_plot(host):
         axes(host)["FP8 text encoders"].confirm(None, ["CLIP-L", "CLIP-L+CLIP-X"])
 
 
+@pytest.mark.parametrize(("label", "value"), [("FP8 mode", "On"), ("FP8 format", "int9"), ("FP8 format", "")])
+def test_an_unknown_value_is_refused_before_the_plot(host, label, value):
+    """Also by the axis that the WebUI brings itself from 1.8 on."""
+    host.start()
+    axis = axes(host)[label]
+    axis.confirm(None, axis.choices())
+    with pytest.raises(RuntimeError, match=rf"Unknown {label}: {value}\. Choose one of: .*{axis.choices()[-1]}"):
+        axis.confirm(None, [axis.choices()[0], value])
+
+
 def test_a_plot_over_the_switch_reads_the_file_once(host):
     """Two cells, and the picture after the plot."""
     host.checkpoint()
