@@ -20,14 +20,16 @@ def write(p: Any) -> None:
     """Enter the storage that the model really has; options at their defaults are left out."""
     for label in INFOTEXT.values():
         p.extra_generation_params.pop(label, None)
-    policy = record_of(shared.sd_model).applied.policy
+    record = record_of(shared.sd_model)
+    policy = record.applied.policy
     if policy is None:
         return
     p.extra_generation_params[_SWITCH_LABEL] = getattr(shared.opts, SWITCH)
     p.extra_generation_params[INFOTEXT[FORMAT]] = policy.format
+    absent = {key for kind, key in TEXT_ENCODER_KEYS.items() if kind not in record.reports}
     for key in _OWN:
         value = getattr(shared.opts, key)
-        if key != FORMAT and value != shared.opts.get_default(key):
+        if key != FORMAT and key not in absent and value != shared.opts.get_default(key):
             p.extra_generation_params[INFOTEXT[key]] = _EMPTY if isinstance(value, str) and not value.strip() else value
 
 

@@ -93,21 +93,41 @@ OTHERS = {**ON, "fp8_format": "int8", "fp8_t5": True}
     ("used", "saved"), [*((used, OTHERS) for used in CHOICES), (CHOICES[0], {}), (CHOICES[5], {})], ids=str
 )
 def test_round_trip(ready, used, saved):
-    """Pasted on an installation with other settings, it gives the same weights, picture and infotext again."""
+    """Pasted on an installation with other settings, it gives the same weights, picture and infotext again.
+
+    What was asked for text encoders that an SD1 model does not have is not told, and not asked for.
+    """
     ready.set(**used)
     p, bits = ready.job(), ready.fingerprint()
-    asked = {key: getattr(ready.opts, key) for key in (*UNSET, "fp8_keep_layers")}
+    told = [key for key in (*UNSET, "fp8_keep_layers") if key not in ("fp8_open_clip", "fp8_t5")]
+    asked = {key: getattr(ready.opts, key) for key in told}
     default_keep = ready.opts.get_default("fp8_keep_layers")
     ready.set(**{**UNSET, "fp8_keep_layers": default_keep, **saved})
     overrides = paste(ready, p.infotexts[0])
     if used:
-        wanted = {**{key: getattr(ready.opts, key) for key in asked}, **overrides}
+        wanted = {key: overrides.get(key, getattr(ready.opts, key)) for key in asked}
         assert {key: str(value).split() for key, value in wanted.items()} == {
             key: str(value).split() for key, value in asked.items()
         }
     again = ready.job(**overrides)
     assert ready.fingerprint() == bits
     assert again.infotexts == p.infotexts
+
+
+@pytest.mark.parametrize(
+    ("kind", "there"),
+    [
+        ("sd1", {"CLIP-L"}),
+        ("sd2", {"OpenCLIP"}),
+        ("sdxl", {"CLIP-L", "OpenCLIP"}),
+        ("sd3", {"CLIP-L", "OpenCLIP", "T5"}),
+    ],
+)
+def test_only_text_encoders_that_the_model_has_are_told(host, kind, there):
+    host.checkpoint(kind=kind)
+    host.start(fp8_storage="Enable", fp8_clip_l=True, fp8_open_clip=True, fp8_t5=True)
+    (infotext,) = host.job().infotexts
+    assert {label for label in ("CLIP-L", "OpenCLIP", "T5") if f"FP8 {label}: True" in infotext} == there
 
 
 def test_pasting_what_is_set_already_overrides_nothing(ready):
