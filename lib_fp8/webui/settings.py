@@ -12,9 +12,9 @@ import torch
 from modules import devices, shared
 from modules.call_queue import wrap_queued_call
 
-from lib_fp8 import DEFAULT_KEEP, Policy, UnknownFormatError, format_names, get_format
+from lib_fp8 import DEFAULT_KEEP, Policy, format_names
 from lib_fp8.convert import usable_format
-from lib_fp8.policy import PatternError, check_patterns
+from lib_fp8.patterns import PatternError, check_patterns
 from lib_fp8.webui.storage import FULL_PRECISION, Storage
 from lib_fp8.webui.targets import CLIP_L, OPEN_CLIP, T5, TEXT_ENCODERS, UNET, is_sdxl
 
@@ -197,11 +197,28 @@ class _StatusInfo(shared.OptionInfo):
 
     @property
     def default(self) -> str:
-        return self._status()
+        return _Now(self._status)
 
     @default.setter
     def default(self, value: str) -> None:
         pass
+
+
+class _Now(str):
+    """A text that is made anew when it is copied.
+
+    The WebUI's API reads the defaults of all options once, when it starts, and copies them into its answers.
+    """
+
+    _make: Callable[[], str]
+
+    def __new__(cls, make: Callable[[], str]) -> _Now:
+        made = super().__new__(cls, make())
+        made._make = make
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return str(self._make())
 
 
 _announced: dict[str, Any] = {}
@@ -212,10 +229,22 @@ def announce_overrides(overrides: Mapping[str, Any]) -> None:
     """Let a job's override settings count from its start.
 
     The WebUI looks after its model before it puts them in force; without this each job would bring the model into
-    the saved storage first, and then into the one it asks for.
+    the saved storage first, and then into the one it asks for. A job that the WebUI is going to refuse changes nothing.
     """
     _announced.clear()
-    _announced.update((key, overrides[key]) for key in INFOTEXT if key in overrides)
+    if all(_is_accepted(key) for key in overrides):
+        _announced.update((key, overrides[key]) for key in INFOTEXT if key in overrides)
+
+
+def _is_accepted(key: str) -> bool:
+    """Whether the WebUI lets an option be changed: it refuses its present value as well (--freeze-settings)."""
+    if key not in shared.opts.data_labels:
+        return False
+    try:
+        setattr(shared.opts, key, getattr(shared.opts, key))
+    except (AssertionError, RuntimeError):
+        return False
+    return True
 
 
 def overrides_are_in_force() -> None:
@@ -232,46 +261,36 @@ def _value(key: str) -> Any:
     return _announced[key] if key in _announced else getattr(shared.opts, key)
 
 
-def _check_switch(value: Any) -> None:
-    if value not in SWITCH_CHOICES:
-        raise SettingError(f"FP8 weight: {value!r} is not one of: {', '.join(SWITCH_CHOICES)}")
+_FLAGS = (*TEXT_ENCODER_KEYS.values(), MOTION_MODULES, CONTROL_MODELS)
+_CHOICES = {SWITCH: SWITCH_CHOICES, FORMAT: format_names(), LORA: LORA_CHOICES}
 
 
-def _check_format(value: Any) -> None:
-    try:
-        get_format(value)
-    except UnknownFormatError as error:
-        raise SettingError(f"FP8 storage format: {error}") from None
-
-
-def _check_keep(value: Any) -> None:
+def _problem(key: str, value: Any) -> str | None:
+    """What is wrong with the value of an option, and what to give instead; None if it can be used."""
+    if key in _CHOICES:
+        return None if value in _CHOICES[key] else f"is not one of: {', '.join(_CHOICES[key])}"
+    if key in _FLAGS:
+        return None if isinstance(value, bool) else "is neither true nor false"
     if not isinstance(value, str):
-        raise SettingError(f"FP8 layers kept in full precision: {value!r} is no text of patterns separated by spaces")
+        return "is no text of patterns separated by spaces"
     try:
         check_patterns(value.split())
     except PatternError as error:
-        raise SettingError(f"FP8 layers kept in full precision: {error}") from None
+        return f"has a pattern that is of no use: {error}"
+    return None
 
 
-def _check_lora(value: Any) -> None:
-    if value not in LORA_CHOICES:
-        raise SettingError(f"FP8 LoRA: {value!r} is not one of: {', '.join(LORA_CHOICES)}")
-
-
-def _check_flag(value: Any) -> None:
-    if not isinstance(value, bool):
-        raise SettingError(f"FP8 text encoders, motion modules, control models: {value!r} is neither true nor false")
-
-
-_CHECKS = {SWITCH: _check_switch, FORMAT: _check_format, KEEP: _check_keep, LORA: _check_lora}
-_CHECKS.update(dict.fromkeys((*TEXT_ENCODER_KEYS.values(), MOTION_MODULES, CONTROL_MODELS), _check_flag))
+def _check(key: str) -> None:
+    value = _value(key)
+    if (problem := _problem(key, value)) is not None:
+        raise SettingError(f"{INFOTEXT[key]} ({key}): {value!r} {problem}")
 
 
 def repair_saved_values() -> None:
     """Replace values in the loaded configuration that cannot be used by their defaults, and say so."""
-    for key, check in _CHECKS.items():
+    for key in INFOTEXT:
         try:
-            check(_value(key))
+            _check(key)
         except SettingError as error:
             default = shared.opts.get_default(key)
             print(f"FP8 weight: bad value in the settings. {error}. {default!r} is used instead.", file=sys.stderr)
@@ -280,8 +299,8 @@ def repair_saved_values() -> None:
 
 def read_policy() -> Policy:
     """The policy that the options describe, whatever the switch says. Raises SettingError."""
-    for key, check in _CHECKS.items():
-        check(_value(key))
+    for key in INFOTEXT:
+        _check(key)
     return Policy(format=_value(FORMAT), keep=tuple(_value(KEEP).split()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import pytest
@@ -135,6 +136,56 @@ class TestBadValues:
         assert host.opts.data == saved
         assert host.job().pictures
         assert host.fingerprint() == before
+
+
+@pytest.mark.parametrize(("key", "value"), [("fp8_t5", 1), ("fp8_control_models", "on"), ("fp8_lora", 3)])
+def test_the_option_is_named(newest, key, value):
+    newest.checkpoint()
+    newest.start(fp8_storage="Enable")
+    with pytest.raises(ValueError, match=rf"FP8 .*\({key}\): {value!r} is n"):
+        newest.job(**{key: value})
+
+
+class TestFrozenSettings:
+    """A job whose overrides the WebUI refuses changes nothing."""
+
+    @pytest.mark.parametrize("override", [{"fp8_storage": "Disable"}, {"fp8_format": "float8_e5m2"}], ids=str)
+    def test_all(self, host, override, monkeypatch):
+        host.checkpoint()
+        host.start(fp8_storage="Enable", fp8_format="int8")
+        before, read = host.fingerprint(), len(host.sd_models.files_read)
+        monkeypatch.setattr(host.shared.cmd_opts, "freeze_settings", True)
+        with pytest.raises(AssertionError, match="disabled"):
+            host.job(**override)
+        assert (host.fingerprint(), len(host.sd_models.files_read)) == (before, read)
+        assert host.format_in_use() == "int8"
+        assert host.job().pictures
+
+    @pytest.mark.parametrize("frozen", ["fp8_storage", "CLIP_stop_at_last_layers"])
+    def test_one(self, newest, frozen, monkeypatch):
+        """Also one of another extension, which is refused after ours was put in force."""
+        newest.checkpoint()
+        newest.start(fp8_storage="Enable", fp8_format="int8")
+        option = newest.shared.OptionInfo(1, "other", section=("other", "Other"))
+        newest.opts.add_option("CLIP_stop_at_last_layers", option)
+        before = newest.fingerprint()
+        monkeypatch.setattr(newest.shared.cmd_opts, "freeze_specific_settings", frozen)
+        with pytest.raises(AssertionError, match=frozen):
+            newest.job(fp8_storage="Disable", CLIP_stop_at_last_layers=2)
+        assert newest.fingerprint() == before
+
+
+def test_the_panel_is_made_anew_when_it_is_copied(newest):
+    """The API reads the defaults of all options once, when it starts, and copies them into its answers."""
+    newest.checkpoint()
+    newest.start()
+    default = newest.opts.data_labels["fp8_status"].default
+    assert "full precision" in default
+    newest.set(fp8_storage="Enable", fp8_format="int8")
+    copied = copy.deepcopy(default)
+    assert type(copied) is str
+    assert "int8" in copied
+    assert "full precision" not in copied
 
 
 def test_override_of_options_that_were_never_saved(host):

@@ -52,6 +52,9 @@ class Options:
         if key in self._fields or not (key in self.data or key in self.data_labels):
             return super().__setattr__(key, value)
         assert not cmd_opts.freeze_settings, "changing settings is disabled"
+        if at_least(8):
+            frozen = (cmd_opts.freeze_specific_settings or "").split(",")
+            assert key not in frozen, f"not possible to set '{key}'"
         if not self.data_labels[key].do_not_save:
             self.data[key] = value
         return None
