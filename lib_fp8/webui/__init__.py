@@ -15,6 +15,7 @@ from lib_fp8.webui import (
     loading,
     lora,
     panel,
+    provenance,
     releasing,
     settings,
     xyz,
@@ -37,6 +38,7 @@ def install() -> None:
     try:
         _options.add()
         settings.repair_saved_values()
+        provenance.install(_patches)
         loading.install(_patches)
         following.install(_patches)
         lora.install(_patches)

@@ -19,6 +19,7 @@ from lib_fp8.webui import guests
 from lib_fp8.webui.guests import Guest
 from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.settings import MOTION_MODULES, packing_dtype, wanted_guest_policy
+from lib_fp8.webui.shortage import stop_at_shortage
 from lib_fp8.webui.targets import is_sdxl
 
 
@@ -46,14 +47,16 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
         if policy is None:
             return original(self, state_dict, *args, **kwargs)
         name = f"AnimateDiff {self.mm_name}"
-        try:
-            with _dropped_if_broken(self), StreamingConversion([(self, policy)], dtype=packing_dtype()) as stream:
-                result = original(self, state_dict, *args, **kwargs)
-        except ConversionError as error:
-            with _dropped_if_broken(self), StreamingConversion([(self, None)]):
-                result = original(self, state_dict, *args, **kwargs)
-            guests.enter_failure(self, Guest(name, policy), error)
-            return result
+        with _dropped_if_broken(self):
+            try:
+                with StreamingConversion([(self, policy)], dtype=packing_dtype()) as stream:
+                    result = original(self, state_dict, *args, **kwargs)
+            except ConversionError as error:
+                stop_at_shortage(error)
+                with StreamingConversion([(self, None)]):
+                    result = original(self, state_dict, *args, **kwargs)
+                guests.enter_failure(self, Guest(name, policy), error)
+                return result
         guests.enter(self, Guest(name, policy, stream.reports()[0]))
         return result
 
@@ -62,11 +65,9 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _dropped_if_broken(motion: torch.nn.Module) -> Iterator[None]:
-    """A motion module whose file does not fit is not kept: the extension would go on with what was loaded of it."""
+    """A motion module that was not loaded whole is not kept: the extension would go on with what was loaded of it."""
     try:
         yield
-    except ConversionError:
-        raise
     except BaseException:
         if motion in kept():
             _extension().mm_animatediff.remove()

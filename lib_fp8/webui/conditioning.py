@@ -21,6 +21,6 @@ def _with_text_encoders(original: Callable[..., tuple[Any, ...]]) -> Callable[..
     def cached_params(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         record = record_of(shared.sd_model)
         policies = tuple(record.applied.policy_for(kind) for kind in TEXT_ENCODERS)
-        return (*original(self, *args, **kwargs), policies, record.lora if any(policies) else None, record.contents)
+        return (*original(self, *args, **kwargs), policies, record.lora if any(policies) else None, record.origin)
 
     return cached_params

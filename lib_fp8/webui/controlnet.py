@@ -18,6 +18,7 @@ from lib_fp8.webui import guests
 from lib_fp8.webui.guests import Guest
 from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.settings import CONTROL_MODELS, wanted_guest_policy
+from lib_fp8.webui.shortage import stop_at_shortage
 
 _KEEP = (
     r"(^|\.)input_blocks\.0\.0$",
@@ -64,6 +65,7 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 guests.enter(module, Guest(name, policy, convert_model(module, policy)))
             except ConversionError as error:
+                stop_at_shortage(error)
                 guests.enter_failure(module, Guest(name, policy), error)
         return built
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from modules.timer import Timer
 
 from lib_fp8 import ConversionError, convert_models
 from lib_fp8.source import checkpoint_damage
-from lib_fp8.webui import animatediff, controlnet, lora
+from lib_fp8.webui import animatediff, controlnet, lora, provenance
+from lib_fp8.webui.in_memory import convert_in_memory
 from lib_fp8.webui.loading import new_copies, new_record, progress, summarise, whole_or_stale
 from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.settings import (
@@ -24,6 +25,7 @@ from lib_fp8.webui.settings import (
     overrides_are_in_force,
     wanted_storage,
 )
+from lib_fp8.webui.shortage import is_shortage
 from lib_fp8.webui.slots import OriginalGoneError
 from lib_fp8.webui.storage import FULL_PRECISION, Storage, record_of, set_record
 from lib_fp8.webui.targets import TEXT_ENCODERS, Target, find_targets
@@ -65,7 +67,7 @@ def _put_together_again() -> None:
     sd_models.model_data.set_sd_model(model)
     if not model.lowvram:
         try:
-            with whole_or_stale(model):
+            with _whole_or_unfinished(model):
                 model.to(devices.device)
         except NotImplementedError:  # it was being thrown away
             drop_from_memory(model)
@@ -119,13 +121,14 @@ def _follow_with_model(model: Any) -> None:
     record = record_of(model)
     if (wanted, lora_choice()) != record.refused:
         record.refused = record.problem = None
-    elif not record.is_stale:
+    elif not (record.is_stale or record.is_unfinished):
         return
     before = record.applied
     targets = find_targets(model)
     changed = [t for t in targets if wanted.policy_for(t.kind) != record.applied.policy_for(t.kind)]
     needs_copies = wanted.policy is not None and lora_choice() == LORA_FROM_COPY != record.lora
-    if not changed and not needs_copies and not record.is_stale:
+    is_amiss = record.is_stale or record.is_unfinished
+    if not changed and not needs_copies and not is_amiss:
         record.applied = wanted
         lora.follow_settings(model)
         return
@@ -135,16 +138,26 @@ def _follow_with_model(model: Any) -> None:
     has_all = (
         record.applied == FULL_PRECISION or lora_choice() != LORA_FROM_COPY
     )  # copies are made of all parts at once
-    reloads = not (converts and has_all) or record.is_stale
+    reloads = not (converts and has_all) or is_amiss or record.is_stale  # networks may be stuck in it by now
     with animatediff.taken_out(model):
         if reloads:
-            reload_from_file(model)
+            _renew(model, wanted)
         else:
             _convert_in_place(model, changed, wanted)
     now = record_of(model).applied
     if reloads or any(before.policy_for(kind) != now.policy_for(kind) for kind in TEXT_ENCODERS):
-        with whole_or_stale(model):
+        with _whole_or_unfinished(model):
             renew_empty_prompt(model)
+
+
+@contextlib.contextmanager
+def _whole_or_unfinished(model: Any) -> Iterator[None]:
+    """What breaks off within leaves every layer its weight, but the model is not ready to be used."""
+    try:
+        yield
+    except BaseException:
+        record_of(model).is_unfinished = True
+        raise
 
 
 def converted_models() -> list[Any]:
@@ -163,23 +176,22 @@ def _convert_in_place(model: Any, targets: list[Target], wanted: Storage) -> Non
     before = record_of(model)
     pairs = [(target.module, policy) for target in targets if (policy := wanted.policy_for(target.kind)) is not None]
     try:
-        with progress(targets, wanted) as told:
+        with _whole_or_unfinished(model), progress(targets, wanted) as told:
             copies = new_copies()
             reports = convert_models(pairs, told, None if copies is None else copies.keep)
     except ConversionError as error:
         print(f"FP8 weight: {error}. The model stays as it was.", file=sys.stderr)
-        before.refused, before.problem = (wanted, lora_choice()), str(error)
+        before.problem, before.is_unfinished = str(error), not error.whole
+        if not is_shortage(error):  # memory may be there for the next picture
+            before.refused = wanted, lora_choice()
         if not error.whole:
-            before.is_stale = True
-            reload_from_file(model)
+            _renew(model, before.applied)
         return
-    except BaseException:
-        before.is_stale = True
-        raise
     record = new_record(find_targets(model), wanted, model.sd_checkpoint_info.filename, copies)
-    record.contents = before.contents
+    record.origin = before.origin
     record.reports = {**before.reports, **{target.kind: report for target, report in zip(targets, reports)}}
     set_record(model, record)
+    record.note = provenance.note_for_user(model)
     devices.torch_gc()
     summarise(record)
 
@@ -214,20 +226,82 @@ def _load_again(model: Any, state_dict: Any, timer: Timer) -> None:
         sd_unet.apply_unet()
 
 
-def reload_from_file(model: Any) -> None:
+def _renew(model: Any, storage: Storage) -> None:
+    """Bring a model into a storage by way of its file; by what it holds if its weights are not the file's.
+
+    Args:
+        model: no networks are in it, unless it is stale.
+        storage: what the settings want, or what is left if they cannot be had.
+    """
+    if reload_from_file(model):
+        return
+    tell_decoded(model, convert_in_memory(model, storage))
+    devices.torch_gc()
+    if not model.lowvram:
+        with _whole_or_unfinished(model):
+            model.to(devices.device)
+
+
+def tell_decoded(model: Any, layers: int) -> None:
+    """Say on the console that a model was converted without its file, and how many layers were decoded for that."""
+    info = model.sd_checkpoint_info
+    rounded = f" {layers} layers were decoded from 8 bits, since they have no originals." if layers else ""
+    print(
+        f"FP8 weight: {info.name} was made or changed in memory by another extension, and {info.filename} holds other "
+        f"weights. It was converted as it is in memory.{rounded}"
+    )
+
+
+def reload_from_file(model: Any) -> bool:
     """Load the weights of a model again from its own checkpoint, in the storage that the settings want.
 
     What the WebUI's ``reload_model_weights`` does for another checkpoint, on every version. The file is read before
     anything is taken apart.
+
+    Args:
+        model: no networks are in it, unless it is stale.
+
+    Returns:
+        False if the weights of the model were made or changed in memory; nothing was done then.
+
+    Raises:
+        RuntimeError: there is no file that the weights can be read from; nothing was done.
     """
     timer = Timer()
-    _check_whole(model.sd_checkpoint_info.filename)
-    state_dict = sd_models.get_checkpoint_state_dict(model.sd_checkpoint_info, timer)
-    _check_same_kind(model, state_dict)
+    state_dict = _read_again(model, timer)
+    if state_dict is None:
+        return False
     with whole_or_stale(model):
         _load_again(model, state_dict, timer)
     timer.record("FP8 weight")
     print(f"Weights loaded in {timer.summary()}.")
+    return True
+
+
+def is_of_its_file(model: Any) -> bool:
+    """Whether the weights of a model can be read again. Raises RuntimeError where the file is gone."""
+    return _read_again(model, Timer()) is not None
+
+
+def _read_again(model: Any, timer: Timer) -> Any:
+    """The state dict of a model's own checkpoint; None if the weights in memory are not the file's."""
+    record, info = record_of(model), model.sd_checkpoint_info
+    if provenance.has_own_file(model):
+        _check_whole(info.filename)
+    elif record.is_stale and info not in sd_models.checkpoints_loaded:
+        raise provenance.lost(model)
+    elif checkpoint_damage(info.filename) is not None:
+        return None
+    state_dict = sd_models.get_checkpoint_state_dict(info, timer)
+    if not record.is_stale and provenance.is_what_was_read(model, state_dict):
+        return state_dict
+    if record.is_stale or (provenance.has_own_file(model) and provenance.file_was_replaced(model)):
+        _check_same_kind(model, state_dict)
+        if not record.is_stale:
+            print(f"FP8 weight: {info.filename} has changed since it was loaded, and is loaded as it is now.")
+        return state_dict
+    provenance.note_in_memory(model)
+    return None
 
 
 def renew_empty_prompt(model: Any) -> None:

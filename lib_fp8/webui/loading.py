@@ -16,8 +16,8 @@ from lib_fp8.capability import can_make_zeros
 from lib_fp8.peak import LoadPeak
 from lib_fp8.policy import LayerPlan, quantized_layers
 from lib_fp8.report import mebibytes
-from lib_fp8.source import CheckpointFile, Copies, Originals, signature_of
-from lib_fp8.webui import lora
+from lib_fp8.source import CheckpointFile, Copies, Originals
+from lib_fp8.webui import lora, provenance
 from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.settings import (
     LORA_FROM_COPY,
@@ -26,6 +26,7 @@ from lib_fp8.webui.settings import (
     packing_dtype,
     wanted_storage,
 )
+from lib_fp8.webui.shortage import stop_at_shortage
 from lib_fp8.webui.slots import OriginalGoneError, weight_name
 from lib_fp8.webui.storage import FULL_PRECISION, Record, Storage, record_of, set_record
 from lib_fp8.webui.targets import Target, find_targets
@@ -69,7 +70,10 @@ def progress(targets: list[Target], storage: Storage) -> Iterator[Callable[[Laye
         for layer in plan(target.module, policy)
     )
     with tqdm(
-        total=layers, desc="FP8 weight", unit="layer", disable=shared.cmd_opts.disable_console_progressbars
+        total=layers,
+        desc="FP8 weight",
+        unit="layer",
+        disable=shared.cmd_opts.disable_console_progressbars or layers == 0,
     ) as bar:
         yield lambda _: bar.update()
         bar.total = bar.n  # layers with NaN, or taken out of the model while it was loaded, did not come
@@ -111,12 +115,16 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model_weights(model: Any, checkpoint_info: Any, state_dict: Any, timer: Any) -> Any:
         if getattr(devices, "fp8", False):
             _undo_built_in(model)
-        try:
-            return load(model, checkpoint_info, state_dict, timer)
-        finally:
-            record_of(model).contents = signature_of(checkpoint_info.filename)
+        if state_dict is None and _would_bring_another(model, checkpoint_info):
+            raise provenance.lost(model)
+        origin = provenance.origin_of(checkpoint_info, state_dict)
+        result = load(model, checkpoint_info, state_dict, timer, origin.in_memory)
+        record = record_of(model)
+        record.origin = origin
+        record.note = provenance.note_for_user(model)
+        return result
 
-    def load(model: Any, checkpoint_info: Any, state_dict: Any, timer: Any) -> Any:
+    def load(model: Any, checkpoint_info: Any, state_dict: Any, timer: Any, in_memory: bool) -> Any:
         targets = find_targets(model)
         try:
             wanted, problem = wanted_storage(model), None
@@ -144,6 +152,9 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
                 stack.enter_context(_emptying(state_dict, model))
                 result = original(model, checkpoint_info, state_dict, timer)
         except ConversionError as error:
+            stop_at_shortage(error)
+            if in_memory:
+                raise  # the values were taken out of the state dict, and the file holds those of another model
             print(
                 f"FP8 weight: {error}. The model is loaded again in full precision; change a setting under "
                 "FP8 weight to try again.",
@@ -163,6 +174,13 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_model_weights
+
+
+def _would_bring_another(model: Any, checkpoint_info: Any) -> bool:
+    """Whether the WebUI, after a load broke off, would fill a model that was made in memory with a parent's weights."""
+    if not record_of(model).is_stale or provenance.has_own_file(model):
+        return False
+    return checkpoint_info is model.sd_checkpoint_info and checkpoint_info not in sd_models.checkpoints_loaded
 
 
 def _undo_built_in(model: torch.nn.Module) -> None:

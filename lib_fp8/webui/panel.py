@@ -50,7 +50,7 @@ def _status() -> dict[str, Any]:
         "enabled": record.applied != FULL_PRECISION,
         "checkpoint": model.sd_checkpoint_info.name,
         "parts": parts,
-        "note": record.applied.note,
+        "note": ". ".join(note for note in (record.applied.note, record.note) if note) or None,
         "problem": record.problem,
         "lora": record.lora,
         "lora_layers": layers,
@@ -83,10 +83,10 @@ def status_html() -> str:
     lines.append(f"<p>{html.escape(now['checkpoint'])}{state}</p>")
     if now["parts"]:
         lines += _table(now["parts"])
-    if not now["enabled"]:
-        return _wrap("".join(lines))
     if now["note"]:
         lines.append(f"<p>{html.escape(now['note'])}</p>")
+    if not now["enabled"]:
+        return _wrap("".join(lines))
     lines += [
         f"<p>{html.escape(part['part'])}: {html.escape(note)}</p>" for part in now["parts"] for note in part["notes"]
     ]

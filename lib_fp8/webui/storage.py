@@ -39,6 +39,21 @@ class Storage:
 FULL_PRECISION = Storage()
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where the weights of a model came from.
+
+    Attributes:
+        filename: of the checkpoint that they were loaded as.
+        contents: what tells its file from another under the same name; None if there was no file.
+        in_memory: whether they are not that file's: another extension gave them, or changed them afterwards.
+    """
+
+    filename: str
+    contents: Signature | None
+    in_memory: bool = False
+
+
 @dataclass
 class Record:
     """What was done to one model.
@@ -51,9 +66,12 @@ class Record:
         originals: the weights as they were before rounding; None in full precision.
         lora: how networks are applied; follows the setting.
         lora_said: what the console said last of the layers that networks act on.
-        is_stale: it must be loaded again before it is used: something broke off while it was loaded or moved, or
-            networks are in it that cannot be taken out.
-        contents: what tells the file that its weights came from from another under the same name.
+        is_stale: it must be loaded again before it is used: something broke off while it was loaded, or networks are
+            in it that cannot be taken out.
+        is_unfinished: it must be brought into its storage again before it is used: something broke off while it was
+            converted or moved. Every layer holds its weight, if not as ``applied`` says.
+        origin: where its weights came from; None if that was not seen.
+        note: what the user should know of its weights.
     """
 
     applied: Storage = FULL_PRECISION
@@ -64,7 +82,9 @@ class Record:
     lora: str = ""
     lora_said: dict[str, int] = field(default_factory=dict)
     is_stale: bool = False
-    contents: Signature | None = None
+    is_unfinished: bool = False
+    origin: Origin | None = None
+    note: str | None = None
 
 
 def record_of(model: torch.nn.Module) -> Record:
