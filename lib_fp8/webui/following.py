@@ -291,6 +291,7 @@ def _read_again(model: Any, timer: Timer) -> Any:
     elif record.is_stale and info not in sd_models.checkpoints_loaded:
         raise provenance.lost(model)
     elif checkpoint_damage(info.filename) is not None:
+        provenance.note_in_memory(model)
         return None
     state_dict = sd_models.get_checkpoint_state_dict(info, timer)
     if not record.is_stale and provenance.is_what_was_read(model, state_dict):
