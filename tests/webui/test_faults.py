@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from lib_fp8 import DEFAULT_KEEP, ConversionError, Policy, QuantWeight, capability, convert_model, get_format, source
+from lib_fp8 import (
+    DEFAULT_KEEP,
+    ConversionError,
+    Policy,
+    QuantWeight,
+    capability,
+    convert_model,
+    get_format,
+    qweight,
+    source,
+)
 from webui.card import CARD, Card
 from webui.nets import KEPT, ON, TO_OUT, TO_Q
 from webui.test_moving import on_card
@@ -262,6 +273,111 @@ class TestACardThatIsTooSmall:
                 small.job(**OFF)
         small.job()
         assert torch.equal(self.picture(small), before)
+
+
+@contextlib.contextmanager
+def no_memory_for(shape):
+    """Whatever packs a weight of this shape runs out of memory, on any device."""
+    real = qweight.pack
+
+    def pack(weight, *args):
+        if weight.shape == shape:
+            raise torch.cuda.OutOfMemoryError(SAID)
+        return real(weight, *args)
+
+    with mock.patch.object(qweight, "pack", pack):
+        yield
+
+
+def plain_layers(host, layers):
+    return [name for name in layers if name not in host.quantized()]
+
+
+class TestNoMemoryForPacking:
+    """It is said, and nothing is done that would take more; with memory at hand all goes on as the settings say."""
+
+    @pytest.fixture
+    def begun(self, host):
+        host.a, host.b = host.checkpoint("a"), host.checkpoint("b", seed=2)
+        host.start(sd_model_checkpoint=host.a.title, **BASE)
+        host.shape = host.unet.middle_block[0].to_q.weight.shape
+        return host
+
+    def test_at_the_first_load(self, begun):
+        host = begun
+        read = len(host.sd_models.files_read)
+        host.sd_models.model_data.__init__()
+        with no_memory_for(host.shape), pytest.raises(ConversionError, match=f"{SAID}. Nothing is loaded in full"):
+            host.sd_models.load_model(host.a)
+        assert len(host.sd_models.files_read) == read + 1
+        assert host.model is None
+        host.job()
+        host.assert_packed("a", FORMAT_BY_DEFAULT)
+        assert host.panel.status()["problem"] is None
+
+    @pytest.mark.parametrize("later", ["a", "b"])
+    def test_at_the_load_of_another_checkpoint(self, begun, later):
+        host, layers = begun, begun.quantized()
+        with no_memory_for(host.shape), pytest.raises(ConversionError, match=SAID):
+            host.switch_to(host.b)
+        assert len(plain_layers(host, layers)) <= 1
+        host.switch_to(getattr(host, later))
+        host.job()
+        host.assert_packed(later, FORMAT_BY_DEFAULT)
+        assert plain_layers(host, layers) == []
+
+    def test_at_a_change_of_format(self, begun):
+        host, layers, bits = begun, begun.quantized(), begun.fingerprint()
+        with no_memory_for(host.shape):
+            assert host.set(fp8_format="int8") == [False]
+            assert len(plain_layers(host, layers)) <= 1
+            with pytest.raises(ConversionError, match=SAID):
+                host.job()
+            assert len(plain_layers(host, layers)) <= 1
+        assert SAID in host.errors.shown[-1]
+        host.job()
+        assert host.fingerprint() == bits
+        assert host.set(fp8_format="int8") == [True]
+        host.assert_packed("a", "int8")
+
+    def test_where_it_is_switched_on(self, begun):
+        """The model stays in full precision, as it was, and the next job tries again."""
+        host, bits = begun, begun.fingerprint()
+        host.set(**OFF)
+        plain, read = host.fingerprint(), len(host.sd_models.files_read)
+        with no_memory_for(host.shape):
+            assert host.set(**BASE)[0]
+            assert host.job().pictures
+            assert SAID in host.panel.status()["problem"]
+        assert host.fingerprint() == plain
+        host.job()
+        assert host.fingerprint() == bits
+        assert host.panel.status()["problem"] is None
+        assert len(host.sd_models.files_read) == read
+
+    @pytest.mark.parametrize("placed", [0, 1])
+    @pytest.mark.parametrize("first", [OFF, BASE], ids=["full precision", "8 bits"])
+    def test_for_what_cannot_be_moved_back(self, begun, first, placed, monkeypatch):
+        """Some layers may have taken their places by then: those that have not, follow later."""
+        host, layers, bits, moves = begun, begun.quantized(), begun.fingerprint(), itertools.count()
+        host.set(**{**OFF, "fp8_clip_l": False})
+        if first is BASE:
+            host.set(**{**BASE, "fp8_clip_l": False})
+        real = QuantWeight.to
+
+        def to(weight, *args, **kwargs):
+            if next(moves) >= len(plain) + placed:
+                raise torch.cuda.OutOfMemoryError(SAID)
+            return real(weight, *args, **kwargs)
+
+        plain = plain_layers(host, layers)
+        monkeypatch.setattr(QuantWeight, "to", to, raising=False)
+        host.set(**BASE)
+        monkeypatch.undo()
+        host.job()
+        assert plain_layers(host, layers) in (plain, [])
+        host.set(**BASE)
+        assert host.fingerprint() == bits
 
 
 class TestTheCheckpointIsReplaced:

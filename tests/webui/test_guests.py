@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import sys
 import weakref
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -19,7 +22,7 @@ from helpers import (
     reference_pack,
 )
 
-from lib_fp8 import DEFAULT_KEEP, QuantWeight
+from lib_fp8 import DEFAULT_KEEP, QuantWeight, qweight
 from webui.nets import BLOCK, TO_Q, coarse
 
 ON = {"fp8_storage": "Enable"}
@@ -35,6 +38,25 @@ ANOTHER = {"fp8_keep_layers": " ".join((*DEFAULT_KEEP, "nowhere"))}
 def random_state(module, seed):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(value.shape, generator=generator) * 0.2 for name, value in module.state_dict().items()}
+
+
+NO_MEMORY = "could not be packed"
+"""Said by the WebUI, which goes on without what its extension could not load."""
+
+
+@contextlib.contextmanager
+def no_memory_at(call):
+    """The packing of one weight runs out of memory, on any device."""
+    real, calls, shapes = qweight.pack, itertools.count(), []
+
+    def pack(weight, *args):
+        if next(calls) == call or weight.shape in shapes:
+            shapes.append(weight.shape)
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory, said the test")
+        return real(weight, *args)
+
+    with mock.patch.object(qweight, "pack", pack):
+        yield
 
 
 def write(host, name, state):
@@ -374,6 +396,19 @@ class TestMotionFailures:
         assert torch.equal(animatediff.job(), wanted)
         assert animatediff.loads == loads
         host.set(**ANOTHER)
+        animatediff.job()
+        assert quantized_names(animatediff.motion) == IN_MOTION
+
+    @pytest.mark.parametrize("call", range(len(IN_MOTION)))
+    def test_no_memory_for_packing(self, animatediff, call):
+        """It is not loaded in full precision instead, and not kept; the next job loads it anew."""
+        host = animatediff.host
+        host.set(**ON)
+        loads = animatediff.loads
+        with no_memory_at(call), pytest.raises(AssertionError, match=NO_MEMORY):
+            animatediff.job()
+        assert animatediff.motion is None
+        assert animatediff.loads == loads + 1
         animatediff.job()
         assert quantized_names(animatediff.motion) == IN_MOTION
 
@@ -749,6 +784,18 @@ class TestControlModels:
         assert torch.equal(controlled.job("net"), wanted)
         assert controlled.builds == builds
         host.set(**ANOTHER)
+        controlled.job("net")
+        assert quantized_names(controlled.model()) == IN_CONTROLNET
+
+    def test_no_memory_for_packing(self, controlled):
+        """It is not used in full precision instead; the next job builds it anew."""
+        host = controlled.host
+        host.set(fp8_control_models=False)
+        controlled.job("net")
+        host.set(fp8_control_models=True)
+        with no_memory_at(0), pytest.raises(AssertionError, match=NO_MEMORY):
+            controlled.job("net")
+        assert not controlled.script.Script.model_cache
         controlled.job("net")
         assert quantized_names(controlled.model()) == IN_CONTROLNET
 
