@@ -1,9 +1,9 @@
-"""Patterns for the names of layers: Python's regular expressions, matched so that they cannot hang.
+"""Regular expressions for names of layers, matched in a way that always ends soon.
 
-Python's own matcher tries one way after the other, and nothing can interrupt it: ``(.|..)+!`` takes longer than anyone
-waits. Such a pattern may come with an infotext that somebody pastes. Here all ways are followed side by side
-(K. Thompson, Regular expression search algorithm, CACM 11, 1968), so the time is at most proportional to the length of
-the name times the size of the pattern. Python's parser reads it; what cannot be followed in this way is refused.
+Python's own matcher tries one way through an expression after another: ``(.|..)+!`` keeps it busy for longer than
+anyone waits, and nothing can interrupt it. Here all ways are followed at once: what is known after each part of the
+expression is at which positions of the name one may be by then, as the bits of an integer. What single characters and
+places (``\\d``, ``^``, ``\\b``) are is left to Python.
 """
 
 from __future__ import annotations
@@ -14,238 +14,244 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 try:
-    from re import _constants as _codes  # type: ignore[attr-defined]
-    from re import _parser as _parser  # type: ignore[attr-defined]
+    from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
 except ImportError:  # Python 3.10
-    import sre_constants as _codes
+    import sre_compile as _compiler
+    import sre_constants as _constants
     import sre_parse as _parser
 
-_LARGEST = 2000
-"""States that all patterns of a list may have together; one for each character of a plain pattern."""
-_REMEMBERED = 4096
-"""Steps that a pattern remembers, so that it is quick for names that resemble each other."""
-_ALLOWED = "Text, ., [...], |, (...), *, +, ?, {n,m}, ^, $ and \\b can be used."
+LONGEST_NAME = 200
+"""Names of layers have fewer characters; a longer one takes longer in proportion."""
+LONGEST_PATTERN = 200
+MOST_PATTERNS = 100
+MOST_STEPS = 20_000
+"""For one name and all patterns of a list. A step is an operation on an integer that has a bit for each character."""
+
+_LAST = 0xFFFF
+"""Ranges of characters end here: Python takes long to prepare those of all characters, regardless of case."""
 
 
 class PatternError(ValueError):
-    """A pattern for layers to be kept cannot be used; the message names it and says why."""
+    """A pattern for layers is no valid regular expression, or one that is not allowed."""
 
 
-class _State(NamedTuple):
-    """One place in a pattern.
+class _NotAllowedError(Exception):
+    """Something of Python's regular expressions that patterns may not have."""
+
+
+class Name:
+    """A name to be searched.
 
     Attributes:
-        holds: ``(character before, character here) -> bool``, None at the ends of the name: whether it can be passed.
-        consumes: whether passing it takes the character here.
-        following: states after it.
+        everywhere: the bits of all positions, that after the last character included.
     """
 
-    holds: Callable[[str | None, str | None], bool]
-    consumes: bool
-    following: tuple[int, ...]
+    def __init__(self, text: str):
+        self.everywhere = (2 << len(text)) - 1
+        self._text = text
+        self._characters: dict[str, int] = {}
+        for position, character in enumerate(text):
+            self._characters[character] = self._characters.get(character, 0) | 1 << position
+        self._found: dict[Callable[[str], Any], int] = {}
+
+    def characters(self, fits: Callable[[str], bool]) -> int:
+        """The bits of the positions before all characters that fit."""
+        found = self._found.get(fits)
+        if found is None:
+            found = sum(places for character, places in self._characters.items() if fits(character))
+            self._found[fits] = found
+        return found
+
+    def places(self, find: Callable[[str], Iterable[re.Match[str]]]) -> int:
+        """The bits of the positions where something without a width is found."""
+        found = self._found.get(find)
+        if found is None:
+            found = self._found[find] = sum(1 << match.start() for match in find(self._text))
+        return found
 
 
-_FOUND = 0
-"""The state of a pattern that was found."""
+class _Part(NamedTuple):
+    """A part of an expression.
+
+    Attributes:
+        follow: ``(positions before, name) -> positions afterwards``, as bits.
+        steps: how many operations that takes at most, in a name of ``LONGEST_NAME``.
+    """
+
+    follow: Callable[[int, Name], int]
+    steps: int
 
 
 class Pattern:
-    """A pattern that is looked for in names.
-
-    Args:
-        text: as Python's ``re`` has it, without references to groups, looking ahead or behind, atomic groups and
-            possessive repeats.
+    """A regular expression of Python's, without what needs to know how it got where it is.
 
     Raises:
-        PatternError: it is no regular expression, or one of those that are left out, or too long.
+        PatternError: it is no valid expression, too long, or has something that is not allowed; says what to write.
     """
 
     def __init__(self, text: str):
         self.text = text
-        self._states: list[_State] = [_State(_always, False, ())]
-        self._steps: dict[tuple[frozenset[int], str | None, str | None], frozenset[int] | None] = {}
+        if len(text) > LONGEST_PATTERN:
+            raise self._refused(f"is longer than {LONGEST_PATTERN} characters. Write several shorter patterns instead")
         try:
-            re.compile(text)
             parsed = _parser.parse(text)
-            self._ignores_case = _only_case(parsed.state.flags & ~re.UNICODE)
-            self._start = self._sequence(parsed, _FOUND)
-        except _LeftOutError as error:
-            raise PatternError(f"{text[:80]!r} cannot be used: {error}. {_ALLOWED}") from None
-        except (re.error, OverflowError, RecursionError) as error:
-            raise PatternError(f"{text[:80]!r} is no valid regular expression: {error}") from None
+            self._whole = _sequence(parsed, parsed.state.flags, True)
+            re.compile(text)
+        except _NotAllowedError as error:
+            raise self._refused(str(error)) from None
+        except (re.error, ValueError, OverflowError, RecursionError) as error:
+            raise self._refused(f"is no valid regular expression: {error}") from None
+        if self.steps > MOST_STEPS:
+            raise self._refused(
+                "has repeats within repeats, which may take too long. Write one repeat over all characters that may "
+                "stand there instead, such as [a-z.]+ rather than ([a-z]+[.])+"
+            )
 
     @property
-    def size(self) -> int:
-        """Number of states."""
-        return len(self._states)
+    def steps(self) -> int:
+        """How many operations a search takes at most."""
+        return self._whole.steps
 
-    def found_in(self, name: str) -> bool:
-        """Whether ``re.search`` would find the pattern in a name."""
-        reached: frozenset[int] = frozenset()
-        before: str | None = None
-        for here in (*name, None):
-            key = reached, before, here
-            behind = self._steps[key] if key in self._steps else self._step(*key)
-            if len(self._steps) < _REMEMBERED:
-                self._steps[key] = behind
-            if behind is None:
-                return True
-            reached, before = behind, here
-        return False
+    def is_in(self, name: Name) -> bool:
+        """Whether it is found anywhere in a name, as ``re.search`` finds it."""
+        return self._whole.follow(name.everywhere, name) != 0
 
-    def _step(self, reached: frozenset[int], before: str | None, here: str | None) -> frozenset[int] | None:
-        """The states behind the character here, None if the pattern is found."""
-        todo, seen = [self._start, *reached], set()
-        behind: set[int] = set()
-        while todo:
-            number = todo.pop()
-            if number == _FOUND:
-                return None
-            state = self._states[number]
-            if number in seen or not state.holds(before, here):
-                continue
-            seen.add(number)
-            if state.consumes:
-                behind.update(state.following)
-            else:
-                todo += state.following
-        return frozenset(behind)
-
-    def _add(self, holds: Callable[..., bool], consumes: bool, *following: int) -> int:
-        if len(self._states) >= _LARGEST:
-            raise _LeftOutError("it is too long")
-        self._states.append(_State(holds, consumes, following))
-        return len(self._states) - 1
-
-    def _sequence(self, parsed: Iterable[Any], after: int) -> int:
-        """Enter a sequence that leads to a state, and return its first state."""
-        for code, argument in reversed(list(parsed)):
-            after = self._entered(code, argument, after)
-        return after
-
-    def _entered(self, code: Any, argument: Any, after: int) -> int:
-        if code is _codes.BRANCH:
-            return self._add(_always, False, *(self._sequence(way, after) for way in argument[1]))
-        if code is _codes.SUBPATTERN:
-            _, added, removed, inner = argument
-            if added or removed:
-                raise _LeftOutError("it has flags for a part of it")
-            return self._sequence(inner, after)
-        if code in (_codes.MAX_REPEAT, _codes.MIN_REPEAT):
-            least, most, inner = argument
-            return self._repeated(least, most, inner, after)
-        if code is _codes.AT:
-            if argument not in _PLACES:
-                raise _LeftOutError(f"{str(argument).lower()} is unknown")
-            return self._add(_PLACES[argument], False, after)
-        return self._add(_character(code, argument, self._ignores_case), True, after)
-
-    def _repeated(self, least: int, most: Any, inner: Any, after: int) -> int:
-        if most is _codes.MAXREPEAT:
-            loop = self._add(_always, False)
-            self._states[loop] = _State(_always, False, (self._sequence(inner, loop), after))
-            first = loop
-        else:
-            first = after
-            for _ in range(most - least):
-                first = self._add(_always, False, self._sequence(inner, first), after)
-        for _ in range(least):
-            before = first
-            first = self._sequence(inner, first)
-            if first == before:  # nothing, however often
-                break
-        return first
+    def _refused(self, why: str) -> PatternError:
+        return PatternError(f"{self.text[:80]!r} {why}")
 
 
-class _LeftOutError(Exception):
-    """What cannot be followed side by side."""
-
-
-def _only_case(flags: int) -> bool:
-    if flags & ~re.IGNORECASE:
-        raise _LeftOutError("it has flags other than (?i)")
-    return bool(flags)
-
-
-def _always(before: str | None, here: str | None) -> bool:
-    return True
-
-
-def _at_beginning(before: str | None, here: str | None) -> bool:
-    return before is None
-
-
-def _at_end(before: str | None, here: str | None) -> bool:
-    return here is None
-
-
-def _is_word(character: str | None) -> bool:
-    return character is not None and (character.isalnum() or character == "_")
-
-
-_PLACES: dict[Any, Callable[[str | None, str | None], bool]] = {
-    _codes.AT_BEGINNING: _at_beginning,
-    _codes.AT_BEGINNING_STRING: _at_beginning,
-    _codes.AT_END: _at_end,
-    _codes.AT_END_STRING: _at_end,
-    _codes.AT_BOUNDARY: lambda before, here: _is_word(before) != _is_word(here),
-    _codes.AT_NON_BOUNDARY: lambda before, here: _is_word(before) == _is_word(here),
-}
-_CATEGORIES: dict[Any, Callable[[str], bool]] = {
-    _codes.CATEGORY_DIGIT: str.isdecimal,
-    _codes.CATEGORY_NOT_DIGIT: lambda character: not character.isdecimal(),
-    _codes.CATEGORY_SPACE: str.isspace,
-    _codes.CATEGORY_NOT_SPACE: lambda character: not character.isspace(),
-    _codes.CATEGORY_WORD: _is_word,
-    _codes.CATEGORY_NOT_WORD: lambda character: not _is_word(character),
-}
-_LEFT_OUT = {
-    "ASSERT": "it looks ahead or behind",
-    "ASSERT_NOT": "it looks ahead or behind",
-    "GROUPREF": "it refers to a group",
-    "GROUPREF_EXISTS": "it refers to a group",
-    "ATOMIC_GROUP": "it has an atomic group",
-    "POSSESSIVE_REPEAT": "it has a possessive repeat",
-}
-
-
-def _character(code: Any, argument: Any, ignores_case: bool) -> Callable[[str | None, str | None], bool]:
-    """The test of a single character."""
-    items = argument if code is _codes.IN else [(code, argument)]
-    negated = items[0][0] in (_codes.NEGATE, _codes.NOT_LITERAL)
-    tests = [_among(*item) for item in items if item[0] is not _codes.NEGATE]
-
-    def holds(before: str | None, here: str | None) -> bool:
-        if here is None:
-            return False
-        forms = {here, here.lower(), here.upper()} if ignores_case else {here}
-        return any(test(form) for test in tests for form in forms) != negated
-
-    return holds
-
-
-def _among(code: Any, argument: Any) -> Callable[[str], bool]:
-    if code in (_codes.LITERAL, _codes.NOT_LITERAL):
-        return lambda character: ord(character) == argument
-    if code is _codes.RANGE:
-        return lambda character: argument[0] <= ord(character) <= argument[1]
-    if code is _codes.ANY:
-        return lambda character: character != "\n"
-    if code is _codes.CATEGORY and argument in _CATEGORIES:
-        return _CATEGORIES[argument]
-    raise _LeftOutError(_LEFT_OUT.get(str(code), f"{str(code).lower()} is unknown"))
-
-
-@functools.lru_cache(maxsize=256)
-def pattern(text: str) -> Pattern:
-    """The pattern of a text; those used last are kept. Raises PatternError."""
-    return Pattern(text)
+get_pattern = functools.lru_cache(maxsize=1000)(Pattern)
+"""``get_pattern(text) -> Pattern``. Raises PatternError."""
 
 
 def check_patterns(texts: Iterable[str]) -> None:
-    """Raise PatternError for the first pattern that cannot be used, or if all of them together are too long."""
-    size = 0
-    for text in texts:
-        size += pattern(text).size
-        if size > _LARGEST:
-            raise PatternError(f"{text[:80]!r} is one too many: the patterns together are too long")
+    """Check a list of patterns that may come from anywhere, such as from an infotext that somebody pastes.
+
+    Raises:
+        PatternError: for the first one that cannot be used, or if there are too many.
+    """
+    texts = list(texts)
+    if len(texts) > MOST_PATTERNS:
+        raise PatternError(f"these are {len(texts)} patterns, and {MOST_PATTERNS} are allowed. Join some, such as a|b")
+    if sum(get_pattern(text).steps for text in texts) > MOST_STEPS:
+        raise PatternError(
+            f"these {len(texts)} patterns may take too long together. Leave out repeats such as .* where they are not "
+            "needed: a pattern is looked for everywhere in a name"
+        )
+
+
+def _sequence(nodes: Any, flags: int, forward: bool) -> _Part:
+    """One part after the other. ``forward``: from the positions before a part to those after it; else the reverse."""
+    parts = [_part(operator, argument, flags, forward) for operator, argument in nodes]
+    if not forward:
+        parts.reverse()
+
+    def follow(positions: int, name: Name) -> int:
+        for part in parts:
+            positions = part.follow(positions, name)
+            if not positions:
+                break
+        return positions
+
+    return _Part(follow, 1 + sum(part.steps for part in parts))
+
+
+def _part(operator: Any, argument: Any, flags: int, forward: bool) -> _Part:
+    if operator not in _FOLLOWING:
+        raise _NotAllowedError(
+            "refers to a group, has a condition, an atomic group or a possessive repeat, none of which is allowed. "
+            "Write out what may stand there instead, such as (attn1|attn2)"
+        )
+    return _FOLLOWING[operator](argument, flags, forward)
+
+
+def _alone(operator: Any, argument: Any, flags: int) -> re.Pattern[str]:
+    """What Python's matcher makes of one character or place."""
+    state = _parser.State()
+    state.flags = flags
+    return _compiler.compile(_parser.SubPattern(state, [(operator, argument)]))
+
+
+def _character(operator: Any, argument: Any, flags: int, forward: bool) -> _Part:
+    if operator is _constants.IN and any(kind is _constants.RANGE and of[1] > _LAST for kind, of in argument):
+        raise _NotAllowedError("has a range of more characters than any name has. Write a range such as [a-z] instead")
+    alone = _alone(operator, argument, flags)
+    fits = functools.lru_cache(maxsize=None)(lambda character: alone.match(character) is not None)
+
+    def follow(positions: int, name: Name) -> int:
+        fitting = name.characters(fits)
+        return (positions & fitting) << 1 if forward else (positions >> 1) & fitting
+
+    return _Part(follow, 1)
+
+
+def _place(argument: Any, flags: int, forward: bool) -> _Part:
+    find = _alone(_constants.AT, argument, flags).finditer
+
+    def follow(positions: int, name: Name) -> int:
+        return positions & name.places(find)
+
+    return _Part(follow, 1)
+
+
+def _alternatives(argument: Any, flags: int, forward: bool) -> _Part:
+    parts = [_sequence(nodes, flags, forward) for nodes in argument[1]]
+
+    def follow(positions: int, name: Name) -> int:
+        return functools.reduce(int.__or__, (part.follow(positions, name) for part in parts))
+
+    return _Part(follow, 1 + sum(part.steps for part in parts))
+
+
+def _group(argument: Any, flags: int, forward: bool) -> _Part:
+    _, added, removed, nodes = argument
+    return _sequence(nodes, _compiler._combine_flags(flags, added, removed), forward)
+
+
+def _repeat(argument: Any, flags: int, forward: bool) -> _Part:
+    least, most, nodes = argument
+    part = _sequence(nodes, flags, forward)
+
+    def follow(positions: int, name: Name) -> int:
+        for _ in range(least):  # what does not change any more, or has come to nothing, stays so
+            before, positions = positions, part.follow(positions, name)
+            if positions == before:
+                break
+        reached = new = positions
+        for _ in range(most - least):
+            new = part.follow(new, name) & ~reached
+            if not new:
+                break
+            reached |= new
+        return reached
+
+    rounds = min(int(most), LONGEST_NAME + 3)  # each leads to a new position, but for those that end a loop
+    return _Part(follow, 1 + rounds * part.steps)
+
+
+def _around(wanted: bool, argument: Any, flags: int, forward: bool) -> _Part:
+    """What must follow or come before a position, or must not."""
+    direction, nodes = argument
+    part = _sequence(nodes, flags, direction < 0)  # from everywhere to where such a thing ends, or begins
+
+    def follow(positions: int, name: Name) -> int:
+        there = part.follow(name.everywhere, name)
+        return positions & (there if wanted else ~there)
+
+    return _Part(follow, 1 + part.steps)
+
+
+_FOLLOWING: dict[Any, Callable[[Any, int, bool], _Part]] = {
+    **{
+        operator: functools.partial(_character, operator)
+        for operator in (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN)
+    },
+    _constants.AT: _place,
+    _constants.BRANCH: _alternatives,
+    _constants.SUBPATTERN: _group,
+    _constants.MAX_REPEAT: _repeat,
+    _constants.MIN_REPEAT: _repeat,
+    _constants.ASSERT: functools.partial(_around, True),
+    _constants.ASSERT_NOT: functools.partial(_around, False),
+}
+"""Part of an expression to what follows it; what is missing here is not allowed."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lib_fp8 import formats
-from lib_fp8.patterns import check_patterns, pattern
+from lib_fp8.patterns import Name, get_pattern
 from lib_fp8.qweight import QuantWeight
 
 DEFAULT_KEEP: tuple[str, ...] = (
@@ -44,7 +44,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         formats.get_format(self.format)
-        check_patterns(self.keep)
+        for text in self.keep:
+            get_pattern(text)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class LayerPlan:
 
 def plan(model: torch.nn.Module, policy: Policy) -> list[LayerPlan]:
     """List what the policy does to each Linear and Conv2d of a model, in module order; touches nothing."""
-    patterns = [pattern(text) for text in policy.keep]
+    patterns = [get_pattern(text) for text in policy.keep]
     foreign = {
         id(parameter): type(module).__name__
         for _, module in model.named_modules()  # ControlNet's LLLite has something else under ``modules``
@@ -82,7 +83,8 @@ def plan(model: torch.nn.Module, policy: Policy) -> list[LayerPlan]:
             return "empty weight"
         if id(weight) in foreign:
             return f"shared with {foreign[id(weight)]}"
-        return next((f"pattern {kept.text}" for kept in patterns if kept.found_in(name)), None)
+        searched = Name(name)
+        return next((f"pattern {kept.text}" for kept in patterns if kept.is_in(searched)), None)
 
     return [
         LayerPlan(name, module, reason(name, module))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from modules import scripts
@@ -12,27 +12,20 @@ from lib_fp8.webui.settings import FORMAT, SWITCH, SWITCH_CHOICES, TEXT_ENCODER_
 
 _RELOAD_COST = 0.9  # as the WebUI's own "FP8 mode": the X/Y/Z plot changes costly axes least often
 _NONE = "None"
-_MODE = "FP8 mode"
 
 
 def add_axes() -> None:
-    """Add the axes that the plot script does not have yet; does nothing where it is missing."""
+    """Add the axes to the plot script; does nothing where it is missing.
+
+    The WebUI's own "FP8 mode", from 1.8 on, is replaced: it takes any text, and the plot ends in an error of Python's.
+    """
     module = next((data.module for data in scripts.scripts_data if data.script_class.__module__ == "xyz_grid.py"), None)
     if module is None:
         return
-    present = {axis.label for axis in module.axis_options}
-    axes = [
-        *(
-            module.AxisOption(
-                label,
-                str,
-                module.apply_override(key),
-                cost=_RELOAD_COST,
-                confirm=_confirm_one_of(label, choices),
-                choices=lambda choices=choices: list(choices),
-            )
-            for label, key, choices in ((_MODE, SWITCH, SWITCH_CHOICES), ("FP8 format", FORMAT, format_names()))
-        ),
+    options = module.axis_options
+    for axis in (
+        _choice(module, "FP8 mode", SWITCH, SWITCH_CHOICES),
+        _choice(module, "FP8 format", FORMAT, format_names()),
         module.AxisOption(
             "FP8 text encoders",
             str,
@@ -41,37 +34,47 @@ def add_axes() -> None:
             confirm=_confirm_text_encoders,
             choices=lambda: [_NONE, *TEXT_ENCODER_KEYS, "+".join(TEXT_ENCODER_KEYS)],
         ),
-    ]
-    module.axis_options.extend(axis for axis in axes if axis.label not in present)
-    for axis in module.axis_options:
-        if axis.label == _MODE and axis.confirm is None:  # the WebUI's own takes any text
-            axis.confirm = _confirm_one_of(_MODE, SWITCH_CHOICES)
+    ):
+        position = next((place for place, other in enumerate(options) if other.label == axis.label), len(options))
+        options[position : position + 1] = [axis]
 
 
-def _confirm_one_of(label: str, choices: Sequence[str]) -> Callable[[Any, list[str]], None]:
-    """A check before the plot: a bad value would end it in the middle, or not at all."""
+def _choice(module: Any, label: str, key: str, choices: Sequence[str]) -> Any:
+    """An axis over the choices of an option."""
+
+    def apply(p: Any, value: str, values: list[str]) -> None:
+        p.override_settings[key] = _found(value, choices)
 
     def confirm(p: Any, values: list[str]) -> None:
-        if unknown := [value for value in values if value not in choices]:
-            raise RuntimeError(f"Unknown {label}: {', '.join(unknown)}. Choose one of: {', '.join(choices)}")
+        for value in values:
+            if _found(value, choices) is None:
+                raise RuntimeError(f"Unknown {label}: {value}. Choose one or more of: {', '.join(choices)}")
 
-    return confirm
+    return module.AxisOption(label, str, apply, cost=_RELOAD_COST, confirm=confirm, choices=lambda: list(choices))
 
 
-def _chosen(value: str) -> set[str]:
-    return set() if value == _NONE else {kind.strip() for kind in value.split("+")}
+def _found(text: str, choices: Sequence[str]) -> str | None:
+    """The choice that is meant, in capitals or not, as on the WebUI's own axes; None if there is none."""
+    return next((choice for choice in choices if choice.lower() == text.strip().lower()), None)
+
+
+def _chosen(value: str) -> dict[str, str | None]:
+    """The parts of a text such as ``CLIP-L + t5``, to the text encoder that each means."""
+    if _found(value, [_NONE]):
+        return {}
+    return {part: _found(part, list(TEXT_ENCODER_KEYS)) for part in value.split("+")}
 
 
 def _apply_text_encoders(p: Any, value: str, values: list[str]) -> None:
-    chosen = _chosen(value)
+    chosen = _chosen(value).values()
     for kind, key in TEXT_ENCODER_KEYS.items():
         p.override_settings[key] = kind in chosen
 
 
 def _confirm_text_encoders(p: Any, values: list[str]) -> None:
     for value in values:
-        if unknown := _chosen(value) - set(TEXT_ENCODER_KEYS):
+        if unknown := [part.strip() for part, kind in _chosen(value).items() if kind is None]:
             raise RuntimeError(
-                f"Unknown text encoder: {', '.join(sorted(unknown))}. "
+                f"Unknown FP8 text encoders: {', '.join(unknown)}. "
                 f"Choose {_NONE}, or one or more of {', '.join(TEXT_ENCODER_KEYS)} joined by +"
             )
