@@ -60,20 +60,35 @@ def test_what_the_cells_ask_for(host):
     assert apply(host, "FP8 text encoders", "CLIP-L + OpenCLIP+T5") == dict.fromkeys(ENCODERS, True)
 
 
-def test_an_unknown_text_encoder_is_refused_before_the_plot(host):
+@pytest.mark.parametrize(
+    ("label", "values", "unknown", "choices"),
+    [
+        ("FP8 mode", ["Enable", "On"], "On", "Disable, Enable for SDXL, Enable"),
+        ("FP8 format", ["int8", "int9"], "int9", "int8"),
+        ("FP8 format", ["int8", ""], "", "float8_e4m3fn unscaled"),
+        ("FP8 text encoders", ["CLIP-L", "CLIP-L+CLIP-X"], "CLIP-X", "CLIP-L, OpenCLIP, T5"),
+    ],
+)
+def test_an_unknown_value_is_refused_before_the_plot(host, label, values, unknown, choices):
     host.start()
-    with pytest.raises(RuntimeError, match="Unknown text encoder: CLIP-X"):
-        axes(host)["FP8 text encoders"].confirm(None, ["CLIP-L", "CLIP-L+CLIP-X"])
+    with pytest.raises(RuntimeError, match=f"Unknown {label}: {unknown}.") as caught:
+        axes(host)[label].confirm(None, values)
+    assert choices in str(caught.value)
 
 
-@pytest.mark.parametrize(("label", "value"), [("FP8 mode", "On"), ("FP8 format", "int9"), ("FP8 format", "")])
-def test_an_unknown_value_is_refused_before_the_plot(host, label, value):
-    """Also by the axis that the WebUI brings itself from 1.8 on."""
+@pytest.mark.parametrize(
+    ("label", "value", "meant"),
+    [
+        ("FP8 mode", "enable FOR sdxl ", {"fp8_storage": "Enable for SDXL"}),
+        ("FP8 format", " Float8_E4M3FN Unscaled", {"fp8_format": "float8_e4m3fn unscaled"}),
+        ("FP8 text encoders", "clip-l + t5", {"fp8_clip_l": True, "fp8_open_clip": False, "fp8_t5": True}),
+        ("FP8 text encoders", " NONE", dict.fromkeys(ENCODERS, False)),
+    ],
+)
+def test_capitals_and_blanks_are_as_on_other_axes(host, label, value, meant):
     host.start()
-    axis = axes(host)[label]
-    axis.confirm(None, axis.choices())
-    with pytest.raises(RuntimeError, match=rf"Unknown {label}: {value}\. Choose one of: .*{axis.choices()[-1]}"):
-        axis.confirm(None, [axis.choices()[0], value])
+    axes(host)[label].confirm(None, [value])
+    assert apply(host, label, value) == meant
 
 
 def test_a_plot_over_the_switch_reads_the_file_once(host):
