@@ -222,29 +222,34 @@ class _Now(str):
 
 
 _announced: dict[str, Any] = {}
-"""Overrides that the WebUI is about to put into its options for the pictures that are being started."""
+"""Values that the WebUI is about to put into its options for the pictures that are being started."""
 
 
 def announce_overrides(overrides: Mapping[str, Any]) -> None:
     """Let a job's override settings count from its start.
 
     The WebUI looks after its model before it puts them in force; without this each job would bring the model into
-    the saved storage first, and then into the one it asks for. A job that the WebUI is going to refuse changes nothing.
+    the saved storage first, and then into the one it asks for.
     """
     _announced.clear()
-    if all(_is_accepted(key) for key in overrides):
-        _announced.update((key, overrides[key]) for key in INFOTEXT if key in overrides)
+    saved = shared.opts.data
+    values = _values_with(overrides)
+    _announced.update((key, values[key]) for key in INFOTEXT if key in values and values[key] != saved.get(key))
 
 
-def _is_accepted(key: str) -> bool:
-    """Whether the WebUI lets an option be changed: it refuses its present value as well (--freeze-settings)."""
-    if key not in shared.opts.data_labels:
-        return False
+def _values_with(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the options while a job's overrides are in force: what the WebUI's own code makes of a copy.
+
+    It passes over some options in silence. Others are frozen: then it refuses the job, and nothing is overridden.
+    """
+    trial = object.__new__(type(shared.opts))
+    vars(trial).update(vars(shared.opts), data=dict(shared.opts.data))
     try:
-        setattr(shared.opts, key, getattr(shared.opts, key))
-    except (AssertionError, RuntimeError):
-        return False
-    return True
+        for key, value in overrides.items():
+            trial.set(key, value, is_api=True, run_callbacks=False)
+    except Exception:  # it will be raised again, and told, when the WebUI does the same to the options themselves
+        return shared.opts.data
+    return trial.data
 
 
 def overrides_are_in_force() -> None:

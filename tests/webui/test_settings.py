@@ -13,6 +13,7 @@ from webui.host import SCRIPT, Host, fresh_modules
 OWN = ["fp8_format", "fp8_clip_l", "fp8_open_clip", "fp8_t5", "fp8_keep_layers", "fp8_lora"]
 OWN += ["fp8_motion_modules", "fp8_control_models", "fp8_status"]
 CHOICES = ["Disable", "Enable for SDXL", "Enable"]
+ON = {"fp8_storage": "Enable"}
 NO_FLOAT8 = "this device cannot hold it, says the test"
 
 
@@ -101,6 +102,8 @@ def test_options_added_to_the_templates_while_the_page_is_built_stay(host):
         ("fp8_storage", "Maybe"),
         ("fp8_lora", "RAM"),
         ("fp8_clip_l", "False"),
+        ("fp8_keep_layers", r"fine (\w+\.?)+!"),
+        ("fp8_keep_layers", r"fine (a)\1"),
     ],
 )
 class TestBadValues:
@@ -110,9 +113,9 @@ class TestBadValues:
         before, good = host.fingerprint(), getattr(host.opts, key)
         assert host.set(**{key: value}) == [False]
         assert getattr(host.opts, key) == good
-        assert "FP8" in host.errors.shown[-1]
-        assert value.split()[-1] in sys.modules["gradio"].warnings[-1], "the page says it too"
-        assert value.split()[-1] in host.errors.shown[-1]
+        for told in (host.errors.shown[-1], sys.modules["gradio"].warnings[-1]):
+            assert f"{host.settings.INFOTEXT[key]} ({key}): " in told
+            assert repr(value.split()[-1])[1:-1] in told
         assert host.fingerprint() == before
 
     def test_a_change_is_reverted_without_a_model_too(self, newest, key, value):
@@ -146,33 +149,57 @@ def test_the_option_is_named(newest, key, value):
         newest.job(**{key: value})
 
 
-class TestFrozenSettings:
-    """A job whose overrides the WebUI refuses changes nothing."""
+FROZEN = [
+    {"freeze_settings": True},
+    {"freeze_settings_in_sections": "sd, optimizations"},
+    {"freeze_specific_settings": "fp8_format, fp8_storage"},
+    {"freeze_specific_settings": "CLIP_stop_at_last_layers"},
+]
 
-    @pytest.mark.parametrize("override", [{"fp8_storage": "Disable"}, {"fp8_format": "float8_e5m2"}], ids=str)
-    def test_all(self, host, override, monkeypatch):
-        host.checkpoint()
-        host.start(fp8_storage="Enable", fp8_format="int8")
-        before, read = host.fingerprint(), len(host.sd_models.files_read)
-        monkeypatch.setattr(host.shared.cmd_opts, "freeze_settings", True)
-        with pytest.raises(AssertionError, match="disabled"):
+
+@pytest.mark.parametrize("frozen", FROZEN, ids=str)
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_an_override_that_the_webui_refuses_changes_nothing(host, monkeypatch, frozen, checkpoint):
+    if host.minor < 8 and "freeze_settings" not in frozen:
+        pytest.skip("options are frozen one by one from 1.8 on")
+    info = host.checkpoint()
+    host.start(**ON)
+    before, status, read = host.fingerprint(), host.panel.status(), len(host.sd_models.files_read)
+    for name, value in frozen.items():
+        monkeypatch.setattr(host.shared.cmd_opts, name, value)
+    overrides = {"fp8_storage": "Disable", "fp8_format": "int8", "CLIP_stop_at_last_layers": 2}
+    with pytest.raises(AssertionError):
+        host.job(**overrides, **({"sd_model_checkpoint": info.title} if checkpoint else {}))
+    assert host.fingerprint() == before
+    assert host.panel.status() == status
+    assert len(host.sd_models.files_read) == read
+    assert host.job().pictures
+    assert host.fingerprint() == before
+
+
+def test_an_override_that_the_webui_passes_over_changes_nothing(host, monkeypatch):
+    host.checkpoint()
+    host.start(**ON)
+    before, read = host.fingerprint(), len(host.sd_models.files_read)
+    host.opts.data_labels["fp8_format"].restrict_api = True
+    assert host.job(fp8_format="int8").pictures
+    host.opts.data_labels["fp8_keep_layers"].component_args["visible"] = False
+    monkeypatch.setattr(host.shared.cmd_opts, "hide_ui_dir_config", True)
+    host.opts.restricted_opts.add("fp8_storage")
+    for override in ({"fp8_storage": "Disable"}, {"fp8_keep_layers": ""}):
+        with pytest.raises(RuntimeError, match="restricted"):  # when it puts back what it did not override
             host.job(**override)
-        assert (host.fingerprint(), len(host.sd_models.files_read)) == (before, read)
-        assert host.format_in_use() == "int8"
-        assert host.job().pictures
+    assert host.fingerprint() == before
+    assert len(host.sd_models.files_read) == read
 
-    @pytest.mark.parametrize("frozen", ["fp8_storage", "CLIP_stop_at_last_layers"])
-    def test_one(self, newest, frozen, monkeypatch):
-        """Also one of another extension, which is refused after ours was put in force."""
-        newest.checkpoint()
-        newest.start(fp8_storage="Enable", fp8_format="int8")
-        option = newest.shared.OptionInfo(1, "other", section=("other", "Other"))
-        newest.opts.add_option("CLIP_stop_at_last_layers", option)
-        before = newest.fingerprint()
-        monkeypatch.setattr(newest.shared.cmd_opts, "freeze_specific_settings", frozen)
-        with pytest.raises(AssertionError, match=frozen):
-            newest.job(fp8_storage="Disable", CLIP_stop_at_last_layers=2)
-        assert newest.fingerprint() == before
+
+def test_announcing_overrides_leaves_the_options_alone(newest):
+    newest.checkpoint()
+    newest.start()
+    calls, before = [], dict(newest.opts.data)
+    newest.opts.data_labels["fp8_format"].onchange = lambda: calls.append(1)
+    newest.settings.announce_overrides({"fp8_format": "int8", "unheard_of": 1})
+    assert (newest.opts.data, calls) == (before, [])
 
 
 def test_the_panel_is_made_anew_when_it_is_copied(newest):

@@ -41,22 +41,30 @@ def options_section(section, options):
 
 
 class Options:
-    _fields = ("data", "data_labels", "typemap")
+    _fields = ("data", "data_labels", "restricted_opts", "typemap")
     typemap = {int: float}
 
-    def __init__(self, data_labels):
+    def __init__(self, data_labels, restricted_opts=()):
         self.data_labels = data_labels
+        self.restricted_opts = set(restricted_opts)
         self.data = {key: info.default for key, info in data_labels.items()}
 
     def __setattr__(self, key, value):
         if key in self._fields or not (key in self.data or key in self.data_labels):
             return super().__setattr__(key, value)
         assert not cmd_opts.freeze_settings, "changing settings is disabled"
+        info = self.data_labels[key]
+        if info.do_not_save:
+            return None
+        if isinstance(info.component_args, dict) and info.component_args.get("visible", True) is False:
+            raise RuntimeError(f"not possible to set {key} because it is restricted")
         if at_least(8):
-            frozen = (cmd_opts.freeze_specific_settings or "").split(",")
-            assert key not in frozen, f"not possible to set '{key}'"
-        if not self.data_labels[key].do_not_save:
-            self.data[key] = value
+            sections, keys = cmd_opts.freeze_settings_in_sections or "", cmd_opts.freeze_specific_settings or ""
+            assert info.section[0] not in [name.strip() for name in sections.split(",")], f"{key} is frozen"
+            assert key not in [name.strip() for name in keys.split(",")], f"{key} is frozen"
+        if cmd_opts.hide_ui_dir_config and key in self.restricted_opts:
+            raise RuntimeError(f"not possible to set {key} because it is restricted")
+        self.data[key] = value
         return None
 
     def __getattr__(self, key):
