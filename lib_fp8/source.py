@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -12,27 +12,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from safetensors import SafetensorError, safe_open
 
+from lib_fp8.checkpoint.header import DamagedError, Header, read_header
+from lib_fp8.checkpoint.tensors import read_tensor
 from lib_fp8.quantize import pack
 from lib_fp8.qweight import QuantWeight
-
-
-def checkpoint_damage(path: str | os.PathLike[str]) -> str | None:
-    """One line that says why a checkpoint cannot be read as a whole, or None; reads its index only.
-
-    A safetensors file states its own length, and a zip archive (what torch.save writes) ends with its index, so a
-    download that broke off shows in both.
-    """
-    try:
-        if Path(path).suffix.lower() == ".safetensors":
-            with safe_open(path, framework="pt"):
-                return None
-        with Path(path).open("rb") as file:
-            head = file.read(4)
-        if head == b"PK\x03\x04":
-            return None if zipfile.is_zipfile(path) else "the zip archive has no index"
-        return None if head.startswith(b"\x80") else "it is neither a zip archive nor a pickle"
-    except (OSError, SafetensorError) as error:
-        return str(error)
 
 
 Signature = tuple[int, ...]
@@ -52,23 +35,29 @@ Tensors = dict[str, torch.Tensor]
 
 
 class CheckpointFile:
-    """A safetensors checkpoint from which single tensors are read through a memory map.
+    """A safetensors checkpoint from which single tensors are read: through a memory map, or where the disk cannot be
+    mapped by ordinary reads.
 
-    Nothing is read before the first tensor is asked for, and nothing is kept. While the map is open, the file stays
+    Nothing is read before the first tensor is asked for, and nothing is kept. While the file is open, it stays
     readable even if it is deleted or another is put in its place (Windows lets nobody do that). Once its content was
     written to, or another file had taken its place before it was opened, no tensor is given any more.
 
     Args:
         path: the file. Any other kind of checkpoint gives no tensors.
         rename: ``(tensors by the file's names) -> tensors by the model's names``; told shapes only, no values.
+        mapped: whether a memory map is wanted.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rename: Callable[[Tensors], Tensors] = dict):
+    def __init__(
+        self, path: str | os.PathLike[str], rename: Callable[[Tensors], Tensors] = dict, mapped: bool = True
+    ):
         self.path = Path(path)
         self._rename = rename
+        self._wants_map = mapped
         self._held: BinaryIO | None = None
         self._signature = self._read_signature()
-        self._tensors: Any = None
+        self._header = Header()
+        self._map: Any = None
         self._names: dict[str, str] = {}
         self._failure: str | None = None
 
@@ -78,7 +67,7 @@ class CheckpointFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether the map is held."""
+        """Whether the file is held."""
         return self._held is not None
 
     def problem(self) -> str | None:
@@ -97,31 +86,47 @@ class CheckpointFile:
             if self._held is None:
                 self._open()
             key = self._names.get(name)
-            return None if key is None or self.problem() is not None else self._tensors.get_tensor(key)
-        except (OSError, SafetensorError) as error:
+            return None if key is None or self.problem() is not None else self._read(key)
+        except (OSError, DamagedError, SafetensorError, TypeError) as error:
             self.close()
             self._failure = f"{self.path.name} cannot be read ({error})"
             return None
 
     def _open(self) -> None:
-        tensors = safe_open(self.path, framework="pt", device="cpu")
-        keys = tensors.keys()
-        shapes = {key: torch.empty(tensors.get_slice(key).get_shape(), device="meta") for key in keys}
-        key_of = {id(shape): key for key, shape in shapes.items()}
-        renamed = self._rename(dict(shapes))
-        self._names = {name: key_of[id(shape)] for name, shape in renamed.items() if id(shape) in key_of}
-        self._held, self._tensors = self.path.open("rb"), tensors
+        memory_map = self._try_map() if self._wants_map else None
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(self.path.open("rb"))
+            header = read_header(file)
+            shapes = {key: torch.empty(info.shape, device="meta") for key, info in header.tensors.items()}
+            key_of = {id(shape): key for key, shape in shapes.items()}
+            renamed = self._rename(dict(shapes))
+            self._names = {name: key_of[id(shape)] for name, shape in renamed.items() if id(shape) in key_of}
+            stack.pop_all()
+        self._held, self._header, self._map = file, header, memory_map
+
+    def _try_map(self) -> Any:
+        """None where it cannot be mapped, whatever the reason: reading the file shows whether it is the file."""
+        try:
+            return safe_open(self.path, framework="pt", device="cpu")
+        except (OSError, MemoryError, RuntimeError, SafetensorError):
+            return None
+
+    def _read(self, key: str) -> torch.Tensor:
+        if self._map is not None:
+            return self._map.get_tensor(key)
+        assert self._held is not None
+        return read_tensor(self._held, self._header, key)
 
     def try_again(self) -> None:
         """Forget that reading has failed."""
         self._failure = None
 
     def close(self) -> None:
-        """Let go of the memory map; the next tensor opens it again."""
+        """Let go of the file; the next tensor opens it again."""
         if self._held is not None:
             self._held.close()
-        self._held = self._tensors = None
-        self._names = {}
+        self._held = self._map = None
+        self._header, self._names = Header(), {}
 
 
 class Original(NamedTuple):

@@ -16,6 +16,7 @@ from lib_fp8.webui import (
     lora,
     panel,
     provenance,
+    reading,
     releasing,
     settings,
     xyz,
@@ -39,6 +40,7 @@ def install() -> None:
         _options.add()
         settings.repair_saved_values()
         provenance.install(_patches)
+        reading.install(_patches)
         loading.install(_patches)
         following.install(_patches)
         lora.install(_patches)

@@ -12,11 +12,11 @@ from modules import devices, script_callbacks, sd_hijack, sd_models, sd_unet, sh
 from modules.timer import Timer
 
 from lib_fp8 import ConversionError, convert_models
-from lib_fp8.source import checkpoint_damage
 from lib_fp8.webui import animatediff, controlnet, lora, provenance
 from lib_fp8.webui.in_memory import convert_in_memory
 from lib_fp8.webui.loading import new_copies, new_record, progress, summarise, whole_or_stale
 from lib_fp8.webui.patching import Patches
+from lib_fp8.webui.reading import check_usable, is_usable
 from lib_fp8.webui.settings import (
     LORA_FROM_COPY,
     SettingError,
@@ -88,17 +88,10 @@ def _is_from(model: Any, checkpoint: Any) -> bool:
 
 
 def _check_readable(model: Any, checkpoint: Any) -> None:
-    """Refuse a broken checkpoint before the WebUI takes the loaded model apart to make room for it."""
+    """Refuse a checkpoint that cannot be used before the WebUI takes the loaded model apart to make room for it."""
     if not any(_is_from(loaded, checkpoint) for loaded in [model, *sd_models.model_data.loaded_sd_models]):
-        _check_whole(checkpoint.filename, "The model that was loaded before stays in use.")
-
-
-def _check_whole(filename: str, consequence: str = "") -> None:
-    if (damage := checkpoint_damage(filename)) is not None:
-        raise RuntimeError(
-            f"{filename} is missing, damaged or incomplete and cannot be loaded ({damage}). "
-            f"Put it back, download it again, or choose another checkpoint. {consequence}".rstrip()
-        )
+        stays = "" if model is None else "The model that was loaded before stays in use."
+        check_usable(checkpoint.filename, stays)
 
 
 def follow_settings(model: Any) -> None:
@@ -287,7 +280,7 @@ def _read_again(model: Any, timer: Timer) -> Any:
     """The state dict of a model's own checkpoint; None if the weights in memory are not the file's."""
     record, info = record_of(model), model.sd_checkpoint_info
     if provenance.has_own_file(model):
-        _check_whole(info.filename)
+        check_usable(info.filename)
     elif record.is_stale and info not in sd_models.checkpoints_loaded:
         raise provenance.lost(model)
     elif checkpoint_damage(info.filename) is not None:

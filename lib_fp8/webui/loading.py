@@ -97,7 +97,8 @@ def new_record(targets: list[Target], storage: Storage, filename: str, copies: C
     """The record of a model that was brought into a storage, with the way to its originals."""
     if storage == FULL_PRECISION:
         return Record()
-    file = CheckpointFile(filename, sd_models.get_state_dict_from_checkpoint)
+    mapped = not getattr(shared.opts, "disable_mmap_load_safetensors", False)
+    file = CheckpointFile(filename, sd_models.get_state_dict_from_checkpoint, mapped)
     originals = Originals(file, packing_dtype(), copies)
     for target in targets:
         for name, module in target.module.named_modules():

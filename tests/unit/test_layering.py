@@ -11,13 +11,13 @@ LEVELS = (
     {"scripts"},
     {"webui", "cli", "__main__"},
     {"lib_fp8"},  # the public names, for those who use the library
-    {"convert", "merge", "checkpoint", "peak"},
+    {"convert", "merge", "peak"},
     {"report"},
     {"compute", "policy", "source"},
     {"qweight"},
     {"quantize", "branch", "patterns"},
     {"formats"},
-    {"capability"},
+    {"capability", "checkpoint"},
 )
 """From the top; a module may import from its own level and from those below."""
 
