@@ -17,7 +17,6 @@ from lib_fp8.checkpoint.tensors import read_tensor
 from lib_fp8.quantize import pack
 from lib_fp8.qweight import QuantWeight
 
-
 Signature = tuple[int, ...]
 """What tells one file from another, and from itself after it was written to."""
 
@@ -48,9 +47,7 @@ class CheckpointFile:
         mapped: whether a memory map is wanted.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], rename: Callable[[Tensors], Tensors] = dict, mapped: bool = True
-    ):
+    def __init__(self, path: str | os.PathLike[str], rename: Callable[[Tensors], Tensors] = dict, mapped: bool = True):
         self.path = Path(path)
         self._rename = rename
         self._wants_map = mapped

@@ -79,12 +79,14 @@ def _pairs(header: Header, companion: str, weight: str) -> Iterator[tuple[str, T
             yield name, info, beside
 
 
-def _beside(companion: str, codes: frozenset[str], fits: Callable[[TensorInfo], bool] = lambda scale: True) -> Sign:
+def _beside(companion: str, codes: frozenset[str], fits: Callable[[TensorInfo], bool] | None = None) -> Sign:
     """A tensor of that name stands beside a ``weight`` of such a dtype."""
 
     def sign(header: Header) -> str | None:
         pairs = _pairs(header, companion, "weight")
-        return next((name for name, scale, weight in pairs if weight.dtype in codes and fits(scale)), None)
+        return next(
+            (name for name, scale, weight in pairs if weight.dtype in codes and (fits is None or fits(scale))), None
+        )
 
     return sign
 
@@ -104,7 +106,9 @@ def _kohya(header: Header) -> str | None:
     """Scales in the dtype of the original weight, one a row or a block; ComfyUI writes float32 and marks the file."""
 
     def fits(scale: TensorInfo) -> bool:
-        return scale.dtype in ("F16", "BF16") or len(scale.shape) == 3 or (len(scale.shape) == 2 and scale.shape[1] == 1)
+        return (
+            scale.dtype in ("F16", "BF16") or len(scale.shape) == 3 or (len(scale.shape) == 2 and scale.shape[1] == 1)
+        )
 
     return None if _comfy_marker(header) else _beside("scale_weight", FLOATS, fits)(header)
 
@@ -143,9 +147,9 @@ RULES = (
     Rule("ComfyUI scaled FP8 (scale_weight)", _beside("scale_weight", FLOATS)),
     Rule("ComfyUI scaled FP8 (scale_weight)", _comfy_marker),
     Rule("scaled int8 (scale_weight)", _beside("scale_weight", _WHOLE)),
-    Rule("weights with weight_scale (ModelOpt, compressed-tensors and others)", _beside("weight_scale", CODES)),
-    Rule("weights with weight_scale_inv (block-scaled FP8)", _beside("weight_scale_inv", CODES)),
+    Rule("ModelOpt, compressed-tensors or the like (weight_scale)", _beside("weight_scale", CODES)),
+    Rule("block-scaled FP8 (weight_scale_inv)", _beside("weight_scale_inv", CODES)),
     Rule("SDNQ", _beside("scale", CODES, _is_wide)),
-    Rule("codes without a description", _codes_alone),
+    Rule("8-bit codes without a description", _codes_alone),
 )
 """In this order; what is told by a name of its own comes before what is told by a common one."""

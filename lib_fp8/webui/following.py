@@ -283,7 +283,7 @@ def _read_again(model: Any, timer: Timer) -> Any:
         check_usable(info.filename)
     elif record.is_stale and info not in sd_models.checkpoints_loaded:
         raise provenance.lost(model)
-    elif checkpoint_damage(info.filename) is not None:
+    elif not is_usable(info.filename):
         provenance.note_in_memory(model)
         return None
     state_dict = sd_models.get_checkpoint_state_dict(info, timer)

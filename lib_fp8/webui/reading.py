@@ -12,8 +12,6 @@ from lib_fp8.checkpoint.header import DamagedError, Header, header_of_file, head
 from lib_fp8.checkpoint.tensors import can_be_read
 from lib_fp8.webui.patching import Patches
 
-_OTHER_FILE = "Take the float16 file of this model, or one that is plain float8"
-
 
 def install(patches: Patches) -> None:
     """Be there when the WebUI reads a checkpoint: to load it, or to merge it with others."""
@@ -41,7 +39,14 @@ def check_usable(filename: str, consequence: str = "") -> Header:
         raise _refusal(
             f"{filename} is damaged or incomplete and cannot be loaded ({error})", "Download it again, or", consequence
         ) from error
-    _check_form(filename, header, consequence)
+    _refuse_dialects(filename, header, consequence)
+    unread = sorted({info.dtype for info in header.tensors.values() if not can_be_read(info.dtype)})
+    if unread:
+        raise _refusal(
+            f"{filename} holds {' and '.join(unread)} values, which the installed torch or safetensors cannot read",
+            "Take the float16 file of this model, or",
+            consequence,
+        )
     return header
 
 
@@ -54,20 +59,12 @@ def is_usable(filename: str) -> bool:
     return True
 
 
-def _check_form(filename: str, header: Header, consequence: str = "") -> None:
-    """Refuse weights that the WebUI would take for something else, or that it cannot read."""
+def _refuse_dialects(filename: str, header: Header, consequence: str = "") -> None:
+    """The WebUI would take the codes for the weights, or find none of its own."""
     if (dialect := find_dialect(header)) is not None:
         raise _refusal(
             f"{filename} holds weights in a form that cannot be read yet: {dialect.name} (found: {dialect.why})",
-            f"{_OTHER_FILE}, or",
-            consequence,
-        )
-    dtypes = sorted({info.dtype for info in header.tensors.values()})
-    unread = [dtype for dtype in dtypes if not can_be_read(dtype)]
-    if header.spans and unread:
-        raise _refusal(
-            f"{filename} holds {' and '.join(unread)} values, which the torch and safetensors installed here cannot read",
-            "Take the float16 file of this model, or",
+            "Take the float16 file of this model, or one that is plain float8, or",
             consequence,
         )
 
@@ -83,7 +80,7 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         header = check_usable(checkpoint_file)
         state_dict = original(checkpoint_file, *args, **kwargs)
         if not header.tensors:  # a pickled file tells only now what it holds
-            _check_form(checkpoint_file, header_of_tensors(state_dict))
+            _refuse_dialects(checkpoint_file, header_of_tensors(state_dict))
         return state_dict
 
     return read_state_dict

@@ -29,7 +29,6 @@ from lib_fp8 import (
     convert_model,
     get_format,
     qweight,
-    source,
 )
 from webui.card import CARD, Card
 from webui.nets import KEPT, ON, TO_OUT, TO_Q
@@ -408,8 +407,7 @@ class TestTheCheckpointIsReplaced:
         nets.assert_merged(a)
 
 
-@pytest.mark.parametrize("place", ["the map", "the handle"])
-def test_a_checkpoint_that_cannot_be_read_for_a_while(sd1, nets, monkeypatch, place):
+def test_a_checkpoint_that_cannot_be_read_for_a_while(sd1, nets, monkeypatch):
     """Networks act all the same, it is said why not as always, and later they are merged again."""
     a, bits = nets.make("a"), sd1.fingerprint()
 
@@ -422,7 +420,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_while(sd1, nets, monkeypatch, pl
         return sd1.panel.status()
 
     with monkeypatch.context() as patched:
-        patched.setattr(*((source, "safe_open") if place == "the map" else (Path, "open")), fail)
+        patched.setattr(Path, "open", fail)
         status = job(a)
         assert set(status["lora_layers"]) == {"run time"}
         assert "a.safetensors cannot be read ([Errno 5] Input/output error)" in status["lora_problem"]

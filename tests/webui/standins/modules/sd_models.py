@@ -83,8 +83,12 @@ def get_state_dict_from_checkpoint(pl_sd):
     return pl_sd
 
 
-def read_state_dict(checkpoint_file):
+def read_state_dict(checkpoint_file, print_global_state=False, map_location=None):
     files_read.append(Path(checkpoint_file).name)
+    if Path(checkpoint_file).suffix.lower() != ".safetensors":
+        return get_state_dict_from_checkpoint(torch.load(checkpoint_file, map_location=map_location or "cpu"))
+    if shared.opts.disable_mmap_load_safetensors:
+        return get_state_dict_from_checkpoint(safetensors.torch.load(Path(checkpoint_file).read_bytes()))
     return get_state_dict_from_checkpoint(safetensors.torch.load_file(checkpoint_file, device="cpu"))
 
 
@@ -164,7 +168,7 @@ def get_empty_cond(sd_model):
 
 
 def send_model_to_cpu(m):
-    if m is not None:
+    if m is not None or not at_least(10):
         m.to(devices.cpu)
     devices.torch_gc()
 
@@ -207,6 +211,8 @@ def load_model(checkpoint_info=None, already_loaded_state_dict=None):
 def _reuse_loaded(sd_model, checkpoint_info):
     if at_least(9) and sd_model is not None and sd_model.sd_checkpoint_info.filename == checkpoint_info.filename:
         return sd_model
+    if at_least(9) and shared.opts.sd_checkpoints_keep_in_cpu:
+        send_model_to_cpu(sd_model)
     loaded = model_data.loaded_sd_models
     found = next((m for m in loaded if m.sd_checkpoint_info.filename == checkpoint_info.filename), None)
     limit = shared.opts.sd_checkpoints_limit

@@ -16,6 +16,7 @@ options_templates = {
             "sd_model_checkpoint": OptionInfo(None, "Stable Diffusion checkpoint"),
             "sd_checkpoints_limit": OptionInfo(1, "Maximum number of checkpoints loaded", gr.Number),
             "sd_checkpoints_keep_in_cpu": OptionInfo(True, "Only keep one model on device"),
+            "disable_mmap_load_safetensors": OptionInfo(False, "Disable memmapping for loading .safetensors files."),
             "sd_checkpoint_cache": OptionInfo(0, "Checkpoints to cache in RAM", gr.Number),
             "CLIP_stop_at_last_layers": OptionInfo(1, "Clip skip", infotext="Clip skip"),
         },
