@@ -7,7 +7,7 @@ from modules import scripts
 from lib_fp8 import webui
 
 webui.install()
-webui.register_callbacks(Path(scripts.basedir()).name)
+webui.register_callbacks(Path(scripts.basedir()))
 
 
 class Fp8Weight(scripts.Script):
@@ -27,6 +27,3 @@ class Fp8Weight(scripts.Script):
 
     def before_process_batch(self, p, *args, **kwargs):
         webui.before_process_batch(p)
-
-    def postprocess(self, p, *args):
-        webui.postprocess(p)

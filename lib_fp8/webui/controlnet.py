@@ -41,10 +41,15 @@ def _scripts() -> list[Any]:
 
 
 def install(patches: Patches) -> None:
-    """Be there when control models are built; does nothing without the extension, or a second time."""
-    for script in _scripts():
-        if not patches.replaces(script.module, _BUILD):
-            patches.replace(script.module, _BUILD, _converting)
+    """Be there when control models are built; does nothing without the extension, or a second time.
+
+    When the UI is reloaded, the extension's script is executed again, as another module with another cache.
+    """
+    modules = [script.module for script in _scripts()]
+    patches.undo_elsewhere(modules, _BUILD)
+    for module in modules:
+        if not patches.replaces(module, _BUILD):
+            patches.replace(module, _BUILD, _converting)
 
 
 def _module(built: Any) -> torch.nn.Module:

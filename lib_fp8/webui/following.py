@@ -12,7 +12,7 @@ from modules import devices, script_callbacks, sd_hijack, sd_models, sd_unet, sh
 from modules.timer import Timer
 
 from lib_fp8 import ConversionError, convert_models
-from lib_fp8.webui import animatediff, controlnet, lora, provenance
+from lib_fp8.webui import animatediff, controlnet, lora, provenance, snapshot
 from lib_fp8.webui.in_memory import convert_in_memory
 from lib_fp8.webui.loading import new_copies, new_record, progress, summarise, whole_or_stale
 from lib_fp8.webui.patching import Patches
@@ -32,12 +32,23 @@ from lib_fp8.webui.targets import TEXT_ENCODERS, Target, find_targets
 
 
 def install(patches: Patches) -> None:
-    """Be there when the WebUI looks after its model, as it does for each job."""
+    """Be there when the WebUI looks after its model, as it does for each job, and when it takes it away."""
     patches.replace(sd_models, "reload_model_weights", _following_settings)
+    patches.replace(sd_models, "unload_model_weights", _telling)
+
+
+def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unload_model_weights(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        snapshot.publish()
+        return result
+
+    return unload_model_weights
 
 
 def _following_settings(original: Callable[..., Any]) -> Callable[..., Any]:
     def reload_model_weights(sd_model: Any = None, info: Any = None, *args: Any, **kwargs: Any) -> Any:
+        before: Any = _what_is_told()
         try:
             current, checkpoint = sd_model or sd_models.model_data.sd_model, info or sd_models.select_checkpoint()
             _check_readable(current, checkpoint)
@@ -49,12 +60,25 @@ def _following_settings(original: Callable[..., Any]) -> Callable[..., Any]:
                 _follow_for_job(model)
             return model
         except BaseException:
+            before = None
             _put_together_again()
             raise
         finally:
             overrides_are_in_force()  # announced for the one look after the model that comes before they are
+            if _what_is_told() != before:
+                snapshot.publish()
 
     return reload_model_weights
+
+
+def _what_is_told() -> tuple[Any, ...]:
+    """What changes when a model does; measuring it is too much for a look that finds all as it has to be."""
+    model = sd_models.model_data.sd_model
+    if model is None:
+        return ()
+    record, checkpoint = record_of(model), model.sd_checkpoint_info.name
+    notes = record.applied.note, record.note, record.problem
+    return id(model), checkpoint, id(record), record.applied, record.lora, notes
 
 
 def _put_together_again() -> None:

@@ -6,68 +6,44 @@ import html
 from typing import Any
 
 import gradio as gr
-import torch
 from fastapi import FastAPI
-from modules import sd_models
 
-from lib_fp8 import Report, measure
 from lib_fp8.report import mebibytes
 from lib_fp8.source import FILE
-from lib_fp8.webui import guests, lora
+from lib_fp8.webui import lora, snapshot
 from lib_fp8.webui.settings import LORA_FROM_FILE
-from lib_fp8.webui.storage import FULL_PRECISION, record_of
-from lib_fp8.webui.targets import find_targets
+from lib_fp8.webui.snapshot import Part
 
 STATUS_ROUTE = "/sdapi/v1/fp8-weight"
-_TRIES = 9
 
 
 def status() -> dict[str, Any]:
-    """What is true of the model in use, ready for JSON; byte counts are measured now."""
-    for _ in range(_TRIES):
-        try:
-            return _status()
-        except RuntimeError:  # a dictionary of the model changed meanwhile: pictures are being made in another thread
-            continue
-    return _status()
-
-
-def _status() -> dict[str, Any]:
-    model = sd_models.model_data.sd_model
-    if model is None:
+    """What is true of the model in use, ready for JSON; byte counts were measured when somebody last worked on it."""
+    now = snapshot.latest()
+    if now.checkpoint is None:
         return {"loaded": False, "enabled": False, "parts": [], "note": None, "problem": None}
-    record = record_of(model)
-    parts = []
-    for target in find_targets(model):
-        report = record.reports.get(target.kind)
-        if report is None or record.applied.policy_for(target.kind) is None:
-            continue
-        parts.append(_part(target.kind, target.module, report))
-    parts += [_part(guest.name, module, report) for module, guest, report in guests.converted()]
-    layers = lora.layers_by_source(model)
     return {
         "loaded": True,
-        "enabled": record.applied != FULL_PRECISION,
-        "checkpoint": model.sd_checkpoint_info.name,
-        "parts": parts,
-        "note": ". ".join(note for note in (record.applied.note, record.note) if note) or None,
-        "problem": record.problem,
-        "lora": record.lora,
-        "lora_layers": layers,
-        "lora_problem": None if record.originals is None else record.originals.file.problem(),
+        "enabled": now.enabled,
+        "checkpoint": now.checkpoint,
+        "parts": [_part(part) for part in now.parts],
+        "note": now.note,
+        "problem": now.problem,
+        "lora": now.lora,
+        "lora_layers": dict(now.lora_layers),
+        "lora_problem": now.lora_problem,
     }
 
 
-def _part(name: str, module: torch.nn.Module, report: Report) -> dict[str, Any]:
-    before, after = measure(module)
+def _part(part: Part) -> dict[str, Any]:
     return {
-        "part": name,
-        "format": report.format,
-        "converted": report.converted,
-        "kept": dict(report.kept),
-        "bytes_full_precision": before,
-        "bytes": after,
-        "notes": list(report.notes),
+        "part": part.name,
+        "format": part.report.format,
+        "converted": part.report.converted,
+        "kept": dict(part.report.kept),
+        "bytes_full_precision": part.bytes_full_precision,
+        "bytes": part.bytes,
+        "notes": list(part.report.notes),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from modules import patches
@@ -34,11 +34,20 @@ class Patches:
     def undo(self) -> None:
         """Put all originals back, in reverse order; does nothing where nothing is replaced."""
         while self._applied:
-            owner, name = self._applied.pop()
-            patches.undo(_KEY, owner, name)
-            if (owner, name) in self._inherited:
-                self._inherited.discard((owner, name))
-                delattr(owner, name)
+            self._undo(*self._applied.pop())
+
+    def undo_elsewhere(self, owners: Collection[Any], name: str) -> None:
+        """Put ``name`` back in all that have it replaced but are none of these owners, such as modules of the past."""
+        gone = [(owner, field) for owner, field in self._applied if field == name and owner not in owners]
+        for owner, _ in gone:
+            self._applied.remove((owner, name))
+            self._undo(owner, name)
+
+    def _undo(self, owner: Any, name: str) -> None:
+        patches.undo(_KEY, owner, name)
+        if (owner, name) in self._inherited:
+            self._inherited.discard((owner, name))
+            delattr(owner, name)
 
 
 def _asking_the_base_class(owner: type, name: str) -> Callable[..., Any]:

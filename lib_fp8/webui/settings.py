@@ -15,6 +15,7 @@ from modules.call_queue import wrap_queued_call
 from lib_fp8 import DEFAULT_KEEP, Policy, format_names
 from lib_fp8.convert import usable_format
 from lib_fp8.patterns import PatternError, check_patterns
+from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.storage import FULL_PRECISION, Storage
 from lib_fp8.webui.targets import CLIP_L, OPEN_CLIP, T5, TEXT_ENCODERS, UNET, is_sdxl
 
@@ -133,58 +134,72 @@ class Options:
 
         return validate_first
 
-    def add(self) -> None:
-        """Enter all options; entering them again refreshes them."""
+    def add(self, patches: Patches) -> None:
+        """Enter all options. They come directly below the switch when the WebUI brings the options into order."""
+        patches.replace(type(shared.opts), "reorder", _own_below_the_switch)
         labels = shared.opts.data_labels
-        if SWITCH not in labels:
-            self._add(SWITCH, _switch_option())
-        elif self._switch_before is None and SWITCH not in self._added:
+        entries = {} if SWITCH in labels else {SWITCH: _switch_option()}
+        entries |= _own_options()
+        for option in entries.values():
+            option.onchange = self._on_change
+        entries[STATUS] = _StatusInfo(self._status, self._component)
+        for key, option in entries.items():
+            if not option.do_not_save:
+                shared.opts.data.setdefault(key, option.default)  # 1.6.1 looks overrides up here and knows no default
+        self._added = list(entries)
+        if SWITCH in labels:
             switch = labels[SWITCH]
             self._switch_before = {name: getattr(switch, name) for name in ("onchange", "infotext", "comment_after")}
             switch.comment_after = _switch_option().comment_after  # the WebUI's own asks for a newer torch
-        labels[SWITCH].onchange = self._on_change
-        labels[SWITCH].infotext = INFOTEXT[SWITCH]
-        if BUILT_IN_LORA_CACHE in labels and self._cache_before is None:
+            switch.onchange, switch.infotext = self._on_change, INFOTEXT[SWITCH]
+        if BUILT_IN_LORA_CACHE in labels:
             cache = labels[BUILT_IN_LORA_CACHE]
             self._cache_before = {"onchange": cache.onchange, "comment_after": cache.comment_after}
             cache.onchange = None  # it would load the checkpoint again, for nothing
             cache.comment_after += " "
             cache.info("not used while the FP8 weight extension is on")
-        for key, option in _own_options().items():
-            option.onchange = self._on_change
-            self._add(key, option)
-        self._add(STATUS, _StatusInfo(self._status, self._component))
-
-    def arrange(self) -> None:
-        """Put the entries directly below the switch; for the moment before the settings page is built."""
-        self.add()
-        labels = shared.opts.data_labels
-        own = [*_own_options(), STATUS]
-        keys = list(labels)
-        below = keys[keys.index(SWITCH) + 1 :]
-        # In place: other extensions hold this very dictionary, and another thread may be reading it.
-        for key in (*own, *(key for key in below if key not in own)):
-            labels[key] = labels.pop(key)
-
-    def _add(self, key: str, option: Any) -> None:
-        shared.opts.data_labels[key] = option
-        if not option.do_not_save:
-            shared.opts.data.setdefault(key, option.default)  # 1.6.1 looks overrides up in data and knows no default
-        if key not in self._added:
-            self._added.append(key)
+        if _is_first_start():
+            labels.update(entries)
+        else:
+            shared.opts.data_labels = {**labels, **entries}
 
     def remove(self) -> None:
         """Take all options out again; saved values stay in the configuration for the next time."""
         labels = shared.opts.data_labels
-        for key in self._added:
-            labels.pop(key, None)
-        self._added.clear()
         if self._switch_before is not None:
             vars(labels[SWITCH]).update(self._switch_before)
             self._switch_before = None
         if self._cache_before is not None:
             vars(labels[BUILT_IN_LORA_CACHE]).update(self._cache_before)
             self._cache_before = None
+        if _is_first_start():
+            for key in self._added:
+                labels.pop(key, None)
+        else:
+            shared.opts.data_labels = {key: info for key, info in labels.items() if key not in self._added}
+        self._added.clear()
+
+
+def _is_first_start() -> bool:
+    """Whether scripts still add their options to the very dictionary that is in use, which nobody else reads yet.
+
+    Later on others read it in threads of their own, at any moment: then another one takes its place.
+    """
+    return shared.opts.data_labels is shared.options_templates
+
+
+def _own_below_the_switch(original: Callable[..., None]) -> Callable[..., None]:
+    """As the WebUI's own it makes a new dictionary: another thread may be reading the former one."""
+
+    def reorder(self: Any) -> None:
+        original(self)
+        labels = self.data_labels
+        own = [key for key in (*_own_options(), STATUS) if key in labels]
+        others = [key for key in labels if key not in own]
+        position = others.index(SWITCH) + 1
+        self.data_labels = {key: labels[key] for key in (*others[:position], *own, *others[position:])}
+
+    return reorder
 
 
 class _StatusInfo(shared.OptionInfo):

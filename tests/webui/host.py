@@ -171,10 +171,11 @@ class Host:
         return page
 
     def run_networks(self, *networks: Any) -> None:
-        """Merge networks as the forward of every layer does."""
+        """Merge networks as the forward of every layer does, and tell of it as the end of a job does."""
         self.networks.loaded_networks[:] = networks
         for layer in self.layers.values():
             self.networks.network_apply_weights(layer)
+        self.snapshot.publish()
 
     @property
     def layers(self) -> dict[str, nn.Module]:

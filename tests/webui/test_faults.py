@@ -487,7 +487,7 @@ def test_a_job_that_ends_before_its_settings_are_in_force(host, monkeypatch):
     b = host.checkpoint("b", seed=2)
     host.start(**BASE)
     with monkeypatch.context() as patched:
-        patched.setattr(host.processing, "_process_images_inner", None)
+        patched.setattr(host.processing, "process_images_inner", None)
         with pytest.raises(TypeError):
             host.job(**OFF)
     host.switch_to(b)

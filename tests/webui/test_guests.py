@@ -488,7 +488,7 @@ class TestMotionInstall:
         stage.start()
         host = newest
         owner = stage.module.AnimateDiffMM if missing == "mm_injected" else stage.module
-        host.script_callbacks.run("script_unloaded")
+        sys.modules["lib_fp8.webui"].uninstall()
         with pytest.MonkeyPatch.context() as patch:
             patch.delattr(owner, missing)
             sys.modules["lib_fp8.webui"].install()
@@ -810,7 +810,7 @@ class TestControlModels:
         controlled.cache.clear()
         script, build = controlled.script, controlled.script.build_model_by_guess
         host = controlled.host
-        host.script_callbacks.run("script_unloaded")
+        sys.modules["lib_fp8.webui"].uninstall()
         plain = script.build_model_by_guess
         assert plain is not build
         script.build_model_by_guess = lambda *args: plain(*args).model
@@ -825,7 +825,7 @@ class TestControlModels:
 
     def test_one_that_builds_its_models_otherwise_keeps_them(self, controlled, monkeypatch):
         host, script = controlled.host, controlled.script
-        host.script_callbacks.run("script_unloaded")
+        sys.modules["lib_fp8.webui"].uninstall()
         build = script.build_model_by_guess
         monkeypatch.delattr(script, "build_model_by_guess")
         sys.modules["lib_fp8.webui"].install()

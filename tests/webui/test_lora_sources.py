@@ -177,10 +177,13 @@ def test_the_file_of_a_former_model_is_let_go(newest, nets):
     assert not originals.file.is_open
 
 
-def test_reload_ui_lets_the_file_go(sd1, nets):
+def test_the_file_is_let_go_when_the_extension_is_switched_off(sd1, nets):
     sd1.run_networks(nets.make("a"))
+    file = sd1.storage.record_of(sd1.model).originals.file
     sd1.reload_ui()
-    assert not is_open(sd1)
+    assert file.is_open, "networks stay merged"
+    sd1.reload_ui(extension=False)
+    assert not file.is_open
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows lets nobody delete a file that is held")

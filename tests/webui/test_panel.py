@@ -93,6 +93,7 @@ def test_problems_are_escaped(host):
     host.checkpoint()
     host.start()
     host.storage.record_of(host.model).problem = "<script>"
+    host.snapshot.publish()
     assert "&lt;script&gt;" in host.panel.status_html()
     assert "<script>" not in host.panel.status_html()
 

@@ -58,16 +58,15 @@ def process_images(p):
             opts.set(key, value, is_api=True, run_callbacks=False)
             if key == "sd_model_checkpoint":
                 sd_models.reload_model_weights()
-        _process_images_inner(p)
+        process_images_inner(p)
     finally:
         if p.override_settings_restore_afterwards:
             for key, value in stored.items():
                 setattr(opts, key, value)
-    p.scripts.run("postprocess", p, p.pictures)
     return p
 
 
-def _process_images_inner(p):
+def process_images_inner(p):
     p.scripts.run("process", p)
     sd_unet.apply_unet()
     with torch.no_grad():
@@ -80,3 +79,4 @@ def _process_images_inner(p):
                 picture = shared.sd_model.model.diffusion_model(devices.cond_cast_unet(noise), p.c)
             p.pictures.append(picture.float())
             p.infotexts.append(create_infotext(p))
+    p.scripts.run("postprocess", p, p.pictures)
