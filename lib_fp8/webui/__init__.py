@@ -45,6 +45,7 @@ def install() -> None:
     """Put everything in place, or nothing; calling it again does no harm, not even while a job is running."""
     global _is_installed
     if _is_installed:
+        jobs.install(_patches)
         return
     with call_queue.queue_lock:
         try:

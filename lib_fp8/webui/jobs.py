@@ -13,8 +13,12 @@ from lib_fp8.webui.patching import Patches
 
 
 def install(patches: Patches) -> None:
-    """Be there when a job ends; the WebUI tells scripts only of the end of one that brings pictures."""
-    patches.replace(processing, "process_images_inner", _ending)
+    """Be there when a job ends; the WebUI tells scripts only of the end of one that brings pictures.
+
+    Other extensions replace that function too, and take theirs off when the UI is reloaded, with what lies above it.
+    """
+    if not patches.is_outermost(processing, "process_images_inner"):
+        patches.replace(processing, "process_images_inner", _ending)
 
 
 def _ending(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,21 +15,34 @@ class Patches:
 
     def __init__(self) -> None:
         self._applied: list[tuple[Any, str]] = []
+        self._replacements: dict[tuple[Any, str], Callable[..., Any]] = {}
         self._inherited: set[tuple[Any, str]] = set()
 
     def replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace ``owner.name`` by what ``make(original)`` returns."""
+        """Replace ``owner.name`` by what ``make(original)`` returns; again if others have put theirs there."""
         original = getattr(owner, name)
         if inherits := isinstance(owner, type) and name not in vars(owner):
             original = _asking_the_base_class(owner, name)
-        patches.patch(_KEY, owner, name, make(original))
+        replacement = make(original)
+        if self.replaces(owner, name):
+            self._forget(owner, name)
+        patches.patch(_KEY, owner, name, replacement)
         self._applied.append((owner, name))
+        self._replacements[owner, name] = replacement
         if inherits:
             self._inherited.add((owner, name))
 
     def replaces(self, owner: Any, name: str) -> bool:
         """Whether ``owner.name`` is replaced."""
         return (owner, name) in self._applied
+
+    def is_outermost(self, owner: Any, name: str) -> bool:
+        """Whether ``owner.name`` is replaced, and is the replacement itself."""
+        return self.replaces(owner, name) and getattr(owner, name) is self._replacements[owner, name]
+
+    def _forget(self, owner: Any, name: str) -> None:
+        self._applied.remove((owner, name))
+        del self._replacements[owner, name], patches.originals[_KEY][owner, name]
 
     def undo(self) -> None:
         """Put all originals back, in reverse order; does nothing where nothing is replaced."""
@@ -44,6 +57,7 @@ class Patches:
             self._undo(owner, name)
 
     def _undo(self, owner: Any, name: str) -> None:
+        del self._replacements[owner, name]
         patches.undo(_KEY, owner, name)
         if (owner, name) in self._inherited:
             self._inherited.discard((owner, name))

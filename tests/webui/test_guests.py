@@ -823,6 +823,18 @@ class TestControlModels:
             host.set(**ANOTHER)
             assert not controlled.cache
 
+    def test_reload_ui_leaves_nothing_of_the_former_script(self, controlled):
+        """It is executed again, as another module; the former one's cache would hold its models."""
+        picture, gone = controlled.job("net"), weakref.ref(controlled.model("net"))
+        for _ in range(2):
+            controlled.host.reload_ui()
+            gc.collect()
+            assert gone() is None
+            controlled.script.folder = controlled.host.folder
+            assert torch.equal(controlled.job("net"), picture)
+            assert quantized_names(controlled.model("net")) == IN_CONTROLNET
+            gone = weakref.ref(controlled.model("net"))
+
     def test_one_that_builds_its_models_otherwise_keeps_them(self, controlled, monkeypatch):
         host, script = controlled.host, controlled.script
         sys.modules["lib_fp8.webui"].uninstall()

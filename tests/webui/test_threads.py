@@ -170,6 +170,19 @@ class TestWhoAsks:
         assert len(told) == 1, "at its end"
 
 
+REPLACING = """
+from modules import processing, script_callbacks
+
+before = processing.process_images_inner
+
+def process_images_inner(*args, **kwargs):
+    return before(*args, **kwargs)
+
+processing.process_images_inner = process_images_inner
+script_callbacks.on_script_unloaded(lambda: setattr(processing, "process_images_inner", before))
+"""
+
+
 class TestReloadUI:
     def test_in_the_middle_of_a_job(self, sd1, nets):
         """All stays in force for it, and nobody waits."""
@@ -202,6 +215,26 @@ class TestReloadUI:
         sd1.script_callbacks.run("script_unloaded")
         assert list(sd1.opts.data_labels) == keys
         assert sd1.opts.fp8_format == "int8"
+
+    def test_beside_one_that_takes_off_what_it_replaced(self, host, tmp_path, monkeypatch, nets):
+        """Then what was put above it is off as well."""
+        script, load_scripts = tmp_path / "foreign.py", host.scripts.load_scripts
+        script.write_text(REPLACING)
+        monkeypatch.setattr(host.scripts, "load_scripts", lambda paths: load_scripts([script, *paths]))
+        host.checkpoint()
+        plain = host.processing.process_images_inner
+        host.start(**ON)
+        file = host.storage.record_of(host.model).originals.file
+        for _ in range(3):
+            host.reload_ui()
+            host.run_networks(nets.make("a"))
+            assert file.is_open
+            host.networks.loaded_networks.clear()
+            assert host.job().pictures
+            assert not file.is_open
+        host.reload_ui(extension=False)
+        host.script_callbacks.run("script_unloaded")
+        assert host.processing.process_images_inner is plain
 
     def test_that_takes_the_extension_out_waits_for_the_job(self, sd1):
         wanted = sd1.job().pictures
