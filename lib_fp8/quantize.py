@@ -14,7 +14,7 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 class Packed(NamedTuple):
-    """A weight in a storage format: ``qdata`` of the weight's shape, ``scale`` (out, 1, ...) float16 or None."""
+    """A weight in a storage format: ``qdata`` of the weight's shape, ``scale`` (out, 1, ...) float32 or None."""
 
     qdata: torch.Tensor
     scale: torch.Tensor | None
@@ -27,8 +27,9 @@ def _row_chunks(weight: torch.Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def _scratch(rows: torch.Tensor) -> torch.Tensor:
-    return rows.to(torch.float32, copy=True)
+def _scratch(rows: torch.Tensor, bound: float | None = None) -> torch.Tensor:
+    scratch = rows.to(torch.float32, copy=True)
+    return scratch if bound is None else scratch.clamp_(-bound, bound)
 
 
 def row_absmax(weight: torch.Tensor) -> torch.Tensor:
@@ -48,24 +49,29 @@ def row_absmax(weight: torch.Tensor) -> torch.Tensor:
 def _finite_absmax(weight: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     """Replace the entries of rows that are not finite by the largest finite magnitude of those rows."""
     bad = ~torch.isfinite(absmax).flatten()
-    if not bool(bad.any()):
-        return absmax
     rows = weight[bad].float()
     absmax = absmax.clone()
     absmax[bad] = row_absmax(torch.where(torch.isfinite(rows), rows, torch.zeros_like(rows)))
     return absmax
 
 
-def pack(weight: torch.Tensor, storage_format: Format, absmax: torch.Tensor | None = None) -> Packed:
+def pack(
+    weight: torch.Tensor,
+    storage_format: Format,
+    absmax: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Packed:
     """Round a weight to a storage format, once.
 
-    Infinities and values beyond the range become the largest value of the format. NaN stays NaN: by itself in a
-    float8 format; in int8, which has none, the whole output channel becomes NaN, as its products would.
+    Infinities and values beyond the range, of the format or of the dtype, become the largest value. NaN stays NaN: by
+    itself in a float8 format; in int8, which has none, the whole output channel becomes NaN, as its products would.
 
     Args:
         weight: (out, ...) of at least two dimensions, any floating dtype; computed in float32.
         storage_format: the format.
         absmax: ``row_absmax(weight)`` where the caller has it already.
+        dtype: the floating dtype that will be decoded to, and in which every value stays finite; the weight's own
+            where none is given.
 
     Returns:
         ``qdata`` with the strides of the weight, and the scales.
@@ -76,18 +82,28 @@ def pack(weight: torch.Tensor, storage_format: Format, absmax: torch.Tensor | No
     if weight.dim() < 2 or not weight.is_floating_point():
         raise ValueError(f"cannot pack a {weight.dim()}-dimensional {weight.dtype} tensor")
     weight = weight.detach()
-    scale = None
+    scale = bound = None
     if storage_format.scale_of is not None:
         absmax = row_absmax(weight) if absmax is None else absmax
-        scale = storage_format.scale_of(_finite_absmax(weight, absmax))
+        within, top = absmax, storage_format.top(dtype or weight.dtype)
+        if not bool((absmax <= top).all()):  # nor does NaN compare
+            bound = top
+            within = _finite_absmax(weight, absmax).clamp(max=bound)
+        scale = storage_format.scale_of(within)
     qdata = torch.empty_like(weight, dtype=storage_format.storage_dtype)
     for rows in _row_chunks(weight):
-        qdata[rows].copy_(storage_format.encode(_scratch(weight[rows]), None if scale is None else scale[rows]))
+        qdata[rows].copy_(storage_format.encode(_scratch(weight[rows], bound), None if scale is None else scale[rows]))
     if scale is not None and absmax is not None and not storage_format.storage_dtype.is_floating_point:
-        scale = torch.where(torch.isnan(absmax), absmax.to(scale.dtype), scale)
+        scale = torch.where(torch.isnan(absmax), absmax, scale)
     return Packed(qdata, scale)
 
 
 def unpack(packed: Packed, storage_format: Format, dtype: torch.dtype) -> torch.Tensor:
     """Decode to a floating dtype, rounding at most once; a new tensor with the strides of ``qdata``."""
-    return storage_format.decode(packed.qdata, packed.scale, dtype)
+    if packed.scale is None or packed.qdata.device.type != "cpu" or dtype not in (torch.float16, torch.bfloat16):
+        return storage_format.decode(packed.qdata, packed.scale, dtype)
+    # On a CPU the product with a float32 scale is made in float32, whole copies of it unless a few rows are taken.
+    result = torch.empty_like(packed.qdata, dtype=dtype)
+    for rows in _row_chunks(packed.qdata):
+        result[rows].copy_(storage_format.decode(packed.qdata[rows], packed.scale[rows], torch.float32))
+    return result

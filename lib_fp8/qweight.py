@@ -64,7 +64,7 @@ class QuantWeight(torch.Tensor):
 
     Attributes:
         qdata: 8-bit data in the storage dtype of the format.
-        scale: (out, 1, ...) float16, or None for an unscaled format.
+        scale: (out, 1, ...) float32, or None for an unscaled format.
         format: the storage format.
         dtype: the logical dtype: what readers see and what ``dequantize()`` gives.
     """
@@ -131,9 +131,10 @@ class QuantWeight(torch.Tensor):
     def store_(self, weight: torch.Tensor) -> QuantWeight:
         """Pack a plain weight of the same shape into this tensor, in place, rounding once from the dtype given.
 
-        It is the whole value from then on: the branches are gone.
+        It is the whole value from then on: the branches are gone. What the logical dtype cannot hold becomes its
+        largest value.
         """
-        self._write(pack(weight.detach().to(self.device).expand(self.shape), self.format), ())
+        self._write(pack(weight.detach().to(self.device).expand(self.shape), self.format, dtype=self.dtype), ())
         return self
 
     def same_bits(self, packed: Packed) -> bool:
@@ -142,7 +143,7 @@ class QuantWeight(torch.Tensor):
             return False
         if self.scale is None or packed.scale is None:
             return self.scale is packed.scale
-        return torch.equal(self.scale.view(torch.int16), packed.scale.to(self.device).view(torch.int16))
+        return torch.equal(self.scale.view(torch.int32), packed.scale.to(self.device).view(torch.int32))
 
     def _write(self, packed: Packed, branches: tuple[Branch, ...]) -> None:
         # Copied rather than assigned: detached and aliased handles share the inner tensors.

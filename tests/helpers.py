@@ -36,6 +36,18 @@ _FLOAT8 = {
     "float8_e4m3fn unscaled": (ml_dtypes.float8_e4m3fn, 448.0),
 }
 
+_UNSCALED = {"float8_e4m3fn unscaled": np.inf}
+LARGEST = {
+    torch.float16: {"float8_e4m3fn": 1.875 * 2.0**15, "float8_e5m2": 1.75 * 2.0**15, "int8": 65504.0, **_UNSCALED},
+    None: {
+        "float8_e4m3fn": 1.875 * 2.0**127,
+        "float8_e5m2": 1.75 * 2.0**127,
+        "int8": float(np.finfo(np.float32).max),
+        **_UNSCALED,
+    },
+}
+"""The largest value of a format that is finite in float16, and in the dtypes with the range of float32."""
+
 
 def need_format(name: str, device: torch.device | str = "cpu") -> Any:
     """The format, or a visible skip where it cannot be stored."""
@@ -67,11 +79,14 @@ def reference_pack(weight: torch.Tensor, name: str) -> tuple[np.ndarray, np.ndar
     values = to_numpy(weight)
     rows = values.reshape(values.shape[0], int(np.prod(values.shape[1:])))
     shape = (-1,) + (1,) * (values.ndim - 1)
-    absmax = np.where(np.isfinite(rows), np.abs(rows), 0.0).max(axis=1, initial=0.0)
+    largest_of_dtype = LARGEST[torch.float16 if weight.dtype == torch.float16 else None][name]
+    absmax = np.where(np.isfinite(rows), np.abs(rows), 0.0).max(axis=1, initial=0.0).clip(max=largest_of_dtype)
     with np.errstate(all="ignore"):
         if name == "int8":
-            scale = np.clip(absmax.astype(np.float32) / np.float32(127), 2.0**-24, 65504).astype(np.float16)
-            scale[absmax == 0] = 1
+            values = np.clip(values, -largest_of_dtype, largest_of_dtype)
+            unit = 2.0 ** np.maximum(np.floor(np.log2(absmax)) - 22, -149)
+            scale = np.where(absmax == 0, 1.0, np.ceil(absmax / 127 / unit) * unit)  # at most 17 significant bits
+            scale = np.where(scale.astype(np.float32) * np.float32(127) < np.inf, scale, scale - unit)
             codes = np.rint(values.astype(np.float32) / scale.reshape(shape).astype(np.float32))
             codes = np.nan_to_num(np.clip(codes, -127, 127)).astype(np.int8).view(np.uint8)
             scale = np.where(np.isnan(rows).any(axis=1), np.nan, scale.astype(np.float64))
@@ -79,9 +94,9 @@ def reference_pack(weight: torch.Tensor, name: str) -> tuple[np.ndarray, np.ndar
         dtype, largest = _FLOAT8[name]
         scale = np.ones_like(absmax)
         if not name.endswith("unscaled"):
-            powers = 2.0 ** np.arange(-24, 16)
-            fits = absmax[:, None] / powers <= largest
-            scale = np.where(absmax == 0, 1.0, powers[np.where(fits.any(axis=1), fits.argmax(axis=1), -1)])
+            values = np.clip(values, -largest_of_dtype, largest_of_dtype)
+            powers = 2.0 ** np.arange(-149 - np.log2(float(ml_dtypes.finfo(dtype).smallest_subnormal)), 128)
+            scale = np.where(absmax == 0, 1.0, powers[(absmax[:, None] / powers <= largest).argmax(axis=1)])
         scaled = np.clip(values / scale.reshape(shape), -largest, largest).astype(np.float32)
         return scaled.astype(dtype).view(np.uint8), None if name.endswith("unscaled") else scale.reshape(shape)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,10 +23,11 @@ class Format:
         name: what users choose, such as ``float8_e4m3fn``.
         storage_dtype_name: dtype of ``qdata`` by its name in torch; an old torch may lack it.
         largest: greatest magnitude that ``qdata`` can hold.
-        scale_of: ``(absmax) -> scale``; both (out, 1, ...), absmax finite and float32, scale float16.
+        scale_of: ``(absmax) -> scale``; both (out, 1, ...), absmax finite, both float32.
             None for a format without scales.
         encode: ``(weight, scale) -> qdata`` of the weight's shape; weight is float32 scratch and is overwritten.
         decode: ``(qdata, scale, dtype) -> weight`` of that floating dtype, a new tensor, rounded at most once.
+        significant_bits: of the values of a floating format; None for one whose values are evenly spaced.
     """
 
     name: str
@@ -34,11 +36,23 @@ class Format:
     scale_of: Callable[[torch.Tensor], torch.Tensor] | None
     encode: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     decode: Callable[[torch.Tensor, torch.Tensor | None, torch.dtype], torch.Tensor]
+    significant_bits: int | None = None
 
     @property
     def storage_dtype(self) -> torch.dtype:
         """The dtype of ``qdata``; AttributeError where this torch lacks it (ask ``problem`` first)."""
         return getattr(torch, self.storage_dtype_name)
+
+    def top(self, dtype: torch.dtype) -> float:
+        """The greatest magnitude that a scaled weight may have, so that its decoded value is finite in a dtype.
+
+        Of float16 that is 65504, but a float8 would round values above 61440 (or 57344) up to 65536.
+        """
+        largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+        if self.significant_bits is None:
+            return largest
+        mantissa, exponent = math.frexp(largest)
+        return math.ldexp(math.floor(math.ldexp(mantissa, self.significant_bits)), exponent - self.significant_bits)
 
     def problem(self, device: torch.device | str) -> str | None:
         """One line that says why this format cannot be used on a device, or None if it can."""

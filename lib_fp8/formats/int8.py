@@ -1,7 +1,7 @@
 """int8 format: symmetric, one absmax scale per output channel; needs no float8 dtype, so it works everywhere.
 
-The scale is rounded to float16 before the weights are divided by it: decoding to float16 is then one stock torch
-kernel, ``int8 * float16``, with one rounding.
+The scale is float32, rounded up to 17 significant bits before the weights are divided by it: its product with seven
+bits is then exact in float32, so that decoding to any dtype rounds once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import torch
 from lib_fp8.formats.base import Format, register
 
 _LARGEST = 127  # -128 is left out: the format is symmetric
-_SMALLEST_SCALE = 2.0**-24  # the smallest positive float16
+_LARGEST_SCALE = 66052 * 2.0**105  # of 17 bits, the largest whose product with 127 is a float32
+_BINADE = 0x7F800000
+"""The bits of a float32's exponent."""
 
 
 def _scale_of(absmax: torch.Tensor) -> torch.Tensor:
-    scale = (absmax / _LARGEST).clamp(_SMALLEST_SCALE, torch.finfo(torch.float16).max)
-    return torch.where(absmax == 0, torch.ones_like(scale), scale).to(torch.float16)
+    binade = (absmax.view(torch.int32) & _BINADE).view(torch.float32)  # the power of two below absmax, 0 below 2**-126
+    unit = (binade * 2.0**-22).clamp_(min=2.0**-149)
+    scale = (absmax / unit / _LARGEST).ceil_().mul_(unit).clamp_(max=_LARGEST_SCALE)  # 2**23 / 127 units: 17 bits
+    return torch.where(scale > 0, scale, torch.ones_like(scale))  # also where a device takes subnormals for zero
 
 
 def _encode(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -27,9 +31,9 @@ def _encode(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 def _decode(qdata: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     assert scale is not None
-    if dtype == scale.dtype:
-        return torch.mul(qdata, scale)
-    return qdata.to(dtype).mul_(scale)
+    if qdata.device.type == "cpu":
+        return qdata.to(dtype).mul_(scale)  # a product of different dtypes would cast a copy of qdata first
+    return torch.mul(qdata, scale, out=torch.empty_like(qdata, dtype=dtype))  # one kernel, which casts as it goes
 
 
 INT8 = register(

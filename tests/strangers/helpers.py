@@ -27,10 +27,16 @@ MAGNITUDES = {
     "float8_e5m2": _float8_magnitudes(mantissa_bits=2, bias=15, finite_codes=0x7C),
 }
 """Every finite magnitude of a float8 dtype; the index is the code without its sign bit."""
+LARGEST = {
+    torch.float16: {"float8_e4m3fn": 61440.0, "float8_e5m2": 57344.0, "int8": 65504.0},
+    torch.bfloat16: {"float8_e4m3fn": 1.875 * 2.0**127, "float8_e5m2": 1.75 * 2.0**127, "int8": np.inf},
+    torch.float32: {"float8_e4m3fn": 1.875 * 2.0**127, "float8_e5m2": 1.75 * 2.0**127, "int8": np.inf},
+}
+"""The largest value of a scaled format that is finite in a dtype."""
 
 
 class Bits(NamedTuple):
-    """Codes (uint8) and scales (float16 or None) of a weight."""
+    """Codes (uint8) and scales (float32 or None) of a weight."""
 
     codes: np.ndarray
     scale: np.ndarray | None
@@ -50,18 +56,22 @@ def round_to_float8(values: np.ndarray, dtype_name: str) -> np.ndarray:
 def expected_bits(plain: torch.Tensor, storage_format: lib_fp8.Format) -> Bits:
     """What a weight of this format must hold after these finite values were stored in it."""
     values = plain.detach().cpu().float().numpy()
-    absmax = np.abs(values).max(axis=tuple(range(1, values.ndim)), keepdims=True)
-    if storage_format.name == "int8":
-        scale = np.clip(absmax / np.float32(127), 2.0**-24, 65504)
-        scale = np.where(absmax == 0, 1, scale).astype(np.float16)
-        codes = np.rint(values / scale.astype(np.float32)).clip(-127, 127).astype(np.int8)
-        return Bits(codes.view(np.uint8), scale)
     dtype_name = storage_format.storage_dtype_name
     if storage_format.name.endswith("unscaled"):
         return Bits(round_to_float8(values, dtype_name), None)
+    values = values.clip(-LARGEST[plain.dtype][dtype_name], LARGEST[plain.dtype][dtype_name])
+    absmax = np.abs(values).max(axis=tuple(range(1, values.ndim)), keepdims=True)
+    if storage_format.name == "int8":
+        with np.errstate(divide="ignore"):
+            unit = 2.0 ** np.maximum(np.floor(np.log2(absmax.astype(np.float64))) - 22, -149)
+        scale = np.where(absmax == 0, 1, np.ceil(absmax / np.float64(127) / unit) * unit).astype(np.float32)
+        codes = np.rint(values / scale.astype(np.float32)).clip(-127, 127).astype(np.int8)
+        return Bits(codes.view(np.uint8), scale)
     with np.errstate(divide="ignore"):
-        exponent = np.ceil(np.log2(absmax.astype(np.float64) / MAGNITUDES[dtype_name][-1])).clip(-24, 15)
-    scale = np.where(absmax == 0, 1, 2.0**exponent).astype(np.float16)
+        exponent = np.ceil(np.log2(absmax.astype(np.float64) / MAGNITUDES[dtype_name][-1])).clip(
+            -149 - np.log2(MAGNITUDES[dtype_name][1])
+        )
+    scale = np.where(absmax == 0, 1, 2.0**exponent).astype(np.float32)
     return Bits(round_to_float8(values / scale.astype(np.float64), dtype_name), scale)
 
 
@@ -80,7 +90,7 @@ def decode(bits: Bits, storage_format: lib_fp8.Format, dtype: torch.dtype) -> to
         sign = np.where(bits.codes & 0x80, -1, 1).astype(np.float32)
         values = table[np.minimum(bits.codes & 0x7F, len(table) - 1)] * sign
     if bits.scale is not None:
-        values = values * bits.scale.astype(np.float32)  # exact: at most 18 significant bits
+        values = values * bits.scale  # exact: at most 24 significant bits
     return torch.from_numpy(values).to(dtype)
 
 
@@ -103,7 +113,7 @@ def assert_bits(weight: torch.Tensor, expected: Bits) -> None:
     if expected.scale is None:
         assert found.scale is None
     else:
-        np.testing.assert_array_equal(found.scale.view(np.uint16), expected.scale.view(np.uint16))
+        np.testing.assert_array_equal(found.scale.view(np.uint32), expected.scale.view(np.uint32))
 
 
 def assert_stores(weight: torch.Tensor, plain: torch.Tensor) -> None:

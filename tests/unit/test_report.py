@@ -55,7 +55,7 @@ def test_stored_bytes_counts_storages():
 
 def test_stored_bytes_of_a_quantized_weight(storage_format, device):
     weight = QuantWeight.from_weight(torch.ones(8, 4, 3, 3, device=device), storage_format)
-    assert stored_bytes([weight]) == 8 * 4 * 9 + (8 * 2 if storage_format.scale_of else 0)
+    assert stored_bytes([weight]) == 8 * 4 * 9 + (8 * 4 if storage_format.scale_of else 0)
     assert stored_bytes([weight, weight.detach()]) == stored_bytes([weight])
     assert stored_bytes([weight, weight.clone()]) == 2 * stored_bytes([weight])
 
@@ -67,7 +67,7 @@ def test_conversion_report_is_what_is_there(storage_format, logical_dtype, devic
     after = storage_census(all_tensors(model).values())
     weights = [model.get_submodule(name).weight for name in TOY_CONVERTED]
     width = torch.finfo(logical_dtype).bits // 8
-    by_hand = sum(w.numel() * (width - 1) - (w.shape[0] * 2 if storage_format.scale_of else 0) for w in weights)
+    by_hand = sum(w.numel() * (width - 1) - (w.shape[0] * 4 if storage_format.scale_of else 0) for w in weights)
     assert (outcome.bytes_before, outcome.bytes_after) == (before, after)
     assert outcome.saved == before - after == by_hand
     assert outcome.converted == len(TOY_CONVERTED)

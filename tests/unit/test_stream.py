@@ -369,7 +369,7 @@ def large_state(dtype=torch.float16):
 
 
 def final_bytes(storage_format):
-    return LEAVES * (ROWS * COLUMNS + (2 * ROWS if storage_format.scale_of else 0))
+    return LEAVES * (ROWS * COLUMNS + (4 * ROWS if storage_format.scale_of else 0))
 
 
 def fill(model, state, policy):

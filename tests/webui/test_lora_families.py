@@ -88,7 +88,8 @@ class Library:
         rounded = reference_decode(codes, scale, weight.format.name)
         found = to_numpy(decoded(weight, torch.float64))
         assert np.linalg.norm(found - exact) <= 1.05 * np.linalg.norm(rounded - exact)
-        assert np.mean(found != rounded) < 0.02
+        close = np.isclose(found, rounded, rtol=2**-15, atol=0)  # a sum in float32 may move the scale of a row by a bit
+        assert np.mean(~close) < 0.02
 
     def assert_added(self, layer_name, networks):
         """The 8-bit values, which are as they were loaded, plus everything."""

@@ -19,7 +19,7 @@ def bytes_by_hand(module):
     now = full = 0
     for tensor in [*module.parameters(), *module.buffers()]:
         if isinstance(tensor, QuantWeight):
-            now += tensor.numel() + (0 if tensor.scale is None else 2 * tensor.shape[0])
+            now += tensor.numel() + (0 if tensor.scale is None else 4 * tensor.shape[0])
             full += 2 * tensor.numel()
         else:
             now += tensor.numel() * tensor.element_size()
