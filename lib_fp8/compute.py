@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.nn.grad
-from torch.autograd.function import once_differentiable
 
 from lib_fp8.capability import autocast_enabled
 from lib_fp8.qweight import QuantWeight, implements_function
@@ -35,83 +34,87 @@ def _operands(
     return plain_weight, None if plain_bias is None else plain_bias.to(x.dtype)
 
 
-class _FrozenWeight:
-    """A QuantWeight remembered for backward by reference, with autograd's check that it was not written meanwhile."""
+class _LinearMap:
+    """A layer without its bias, remembered for backward: the QuantWeight by reference, decoded anew for each use.
+
+    As autograd does with any tensor, it refuses to go on when the weight was written meanwhile.
+    """
 
     def __init__(self, weight: QuantWeight):
         self._weight: QuantWeight = weight.detach()  # type: ignore[assignment]  # shares the inner tensors, whatever is assigned to the layer later
         self._writes = weight.writes
 
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+    @property
+    def weight(self) -> QuantWeight:
         if self._weight.writes != self._writes:
             raise RuntimeError(
                 "a quantized weight needed for gradient computation was modified by an in-place operation"
             )
-        return self._weight.dequantize(dtype)
+        return self._weight
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, *_operands(x, self.weight, bias))
+
+    def transposed(self, y: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(y, self.weight.dequantize(y.dtype))
+
+    def bias_gradient(self, y: torch.Tensor) -> torch.Tensor:
+        return y.reshape(-1, y.shape[-1]).sum(0)
 
 
-class _Linear(torch.autograd.Function):
+class _Conv2dMap(_LinearMap):
+    def __init__(self, weight: QuantWeight, x_shape: torch.Size, *geometry: Any):
+        super().__init__(weight)
+        self._x_shape, self._geometry = x_shape, geometry
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.conv2d(x, *_operands(x, self.weight, bias), *self._geometry)
+
+    def transposed(self, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.grad.conv2d_input(self._x_shape, self.weight.dequantize(y.dtype), y, *self._geometry)
+
+    def bias_gradient(self, y: torch.Tensor) -> torch.Tensor:
+        return y.sum((0, 2, 3))
+
+
+class _Apply(torch.autograd.Function):
+    """A linear map or its transpose. Each is the derivative of the other, so both have derivatives of any order."""
+
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: QuantWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.weight = _FrozenWeight(weight)
+    def forward(layer: _LinearMap, transposed: bool, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return layer.transposed(x) if transposed else layer.forward(x, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, _output: torch.Tensor) -> None:
+        ctx.layer, ctx.transposed, x, bias = inputs
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-        return F.linear(x, *_operands(x, weight, bias))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.matmul(grad, ctx.weight.dequantize(grad.dtype)).to(ctx.x_dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
-        return grad_x, None, grad_bias
-
-
-class _Conv2d(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: QuantWeight,
-        bias: torch.Tensor | None,
-        stride: Size,
-        padding: Size,
-        dilation: Size,
-        groups: int,
-    ) -> torch.Tensor:
-        ctx.weight = _FrozenWeight(weight)
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.geometry = stride, padding, dilation, groups
-        return F.conv2d(x, *_operands(x, weight, bias), stride, padding, dilation, groups)
+            grad_x = _Apply.apply(ctx.layer, not ctx.transposed, grad, None).to(ctx.x_dtype)
+        if ctx.needs_input_grad[3]:
+            grad_bias = ctx.layer.bias_gradient(grad).to(ctx.bias_dtype)
+        return None, None, grad_x, grad_bias
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            weight = ctx.weight.dequantize(grad.dtype)
-            grad_x = torch.nn.grad.conv2d_input(ctx.x_shape, weight, grad, *ctx.geometry).to(ctx.x_dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.sum((0, 2, 3)).to(ctx.bias_dtype)
-        return grad_x, None, grad_bias, None, None, None, None
+    def jvp(ctx: Any, _layer: None, _transposed: None, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return _Apply.apply(ctx.layer, ctx.transposed, x, bias)
 
 
-def _needs_graph(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    return (
-        isinstance(weight, QuantWeight)
-        and torch.is_grad_enabled()
-        and (x.requires_grad or (bias is not None and bias.requires_grad))
-    )
+def _needs_graph(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
 
 
 @implements_function(F.linear)
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``F.linear`` over a QuantWeight; input (..., in), weight (out, in), bias (out,)."""
     x = input.dequantize() if isinstance(input, QuantWeight) else input
-    if _needs_graph(x, weight, bias):
-        return _Linear.apply(x, weight, bias)
+    if isinstance(weight, QuantWeight) and _needs_graph(x, bias):
+        return _Apply.apply(_LinearMap(weight), False, x, bias)
     return F.linear(x, *_operands(x, weight, bias))
 
 
@@ -127,11 +130,12 @@ def conv2d(
 ) -> torch.Tensor:
     """``F.conv2d`` over a QuantWeight; input (N, C, H, W) or (C, H, W), weight (out, C / groups, kH, kW)."""
     x = input.dequantize() if isinstance(input, QuantWeight) else input
-    if _needs_graph(x, weight, bias) and not _is_refused_padding(padding, stride):
+    if isinstance(weight, QuantWeight) and _needs_graph(x, bias) and not _is_refused_padding(padding, stride):
         batch = x if x.dim() == 4 else x.unsqueeze(0)
         if isinstance(padding, str):
             batch, padding = _pad_explicitly(batch, weight, padding, dilation), 0
-        result = _Conv2d.apply(batch, weight, bias, stride, padding, dilation, groups)
+        layer = _Conv2dMap(weight, batch.shape, stride, padding, dilation, groups)
+        result = _Apply.apply(layer, False, batch, bias)
         return result if x.dim() == 4 else result.squeeze(0)
     return F.conv2d(x, *_operands(x, weight, bias), stride, padding, dilation, groups)
 

@@ -8,11 +8,11 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import EVERYTHING, LiveStorages, all_tensors, plain_tensors, plain_twin, seeded
+from helpers import EVERYTHING, LiveStorages, all_tensors, decoded, plain_tensors, plain_twin, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lib_fp8 import Policy, QuantWeight, convert_model
+from lib_fp8 import Policy, QuantWeight, convert_model, get_format
 
 INT8 = Policy("int8", EVERYTHING)
 LAYERS = {
@@ -139,6 +139,145 @@ def test_gradients_through_multi_head_attention(storage_format, rng):
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+# Higher derivatives, and other ways to differentiate
+
+
+NONLINEAR = {
+    name: (lambda build=build: nn.Sequential(nn.Tanh(), build(), nn.Tanh()), shape)
+    for name, (build, shape) in LAYERS.items()
+}
+
+
+def second_order(model, x, run=None, context=contextlib.nullcontext):
+    """Gradients of a penalty on the gradient, as a GAN or a distillation has it: of x and of every bias."""
+    x = x.detach().clone().requires_grad_()
+    with context():
+        y = (run or model)(x)
+    (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [first.detach(), *torch.autograd.grad(y.sum() + first.pow(2).sum(), [x, *parameters])]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize(("build", "shape"), NONLINEAR.values(), ids=NONLINEAR)
+def test_gradients_of_gradients(storage_format, rng, build, shape):
+    model = converted(build, storage_format)
+    for module in model.modules():
+        if getattr(module, "bias", None) is not None:
+            module.bias.data = module.bias.data.double()
+    x = torch.randn(shape, generator=rng, dtype=torch.float64)
+    expected = second_order(plain_twin(model, torch.float64), x)
+    torch.testing.assert_close(second_order(model, x), expected, rtol=1e-10, atol=1e-12)
+    assert all(bool(value.abs().max() > 1e-3) for value in expected)
+
+
+@pytest.mark.parametrize("case", ["linear", "strides"])
+def test_third_derivatives(storage_format, rng, case):
+    """By finite differences of the second ones."""
+    build, shape = NONLINEAR[case]
+    model = converted(build, storage_format)
+    x = torch.randn(shape, generator=rng, dtype=torch.float64)[:1].requires_grad_()
+
+    def gradient(x):
+        return torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)[0][..., :2]
+
+    assert torch.autograd.gradgradcheck(gradient, x)
+
+
+@pytest.mark.parametrize("case", ["linear", "3x3"])
+def test_gradients_of_gradients_under_autocast(storage_format, logical_dtype, rng, case):
+    build, shape = NONLINEAR[case]
+    model = converted(build, storage_format, logical_dtype)
+    x = torch.randn(shape, generator=rng)
+    got, expected = (second_order(net, x, context=autocast) for net in (model, plain_twin(model)))
+    assert [value.dtype for value in got] == [value.dtype for value in expected]
+    for one, other in zip(got, expected):
+        assert (one - other).float().norm() <= 0.02 * other.float().norm()
+
+
+@pytest.mark.parametrize("case", ["linear chain", "conv chain"])
+def test_gradients_of_gradients_with_checkpointing(storage_format, rng, case):
+    build, shape = NONLINEAR[case]
+    model = converted(build, storage_format)
+    x = torch.randn(shape, generator=rng)
+    got = second_order(model, x, run=lambda x: checkpoint(model, x, use_reentrant=False))
+    torch.testing.assert_close(got, second_order(plain_twin(model), x))
+
+
+READERS = {
+    "matmul": lambda x, weight: x @ weight.t(),
+    "einsum": lambda x, weight: torch.einsum("bi,oi->bo", x, weight),
+    "addmm": lambda x, weight: torch.addmm(x.new_ones(6), x, weight.mT),
+    "transposed convolution": lambda x, weight: F.conv_transpose2d(x[:, :6, None, None], weight[:, :, None, None]),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_gradients_of_gradients_where_a_stranger_computes(storage_format, rng, read):
+    weight = converted(lambda: nn.Linear(8, 6), storage_format).weight
+    x = torch.randn(5, 8, generator=rng)
+    results = []
+    for value in (weight, decoded(weight)):
+        leaf = x.clone().requires_grad_()
+        y = read(leaf, value)
+        (first,) = torch.autograd.grad(y.pow(3).sum(), leaf, create_graph=True)
+        results.append(torch.autograd.grad(first.pow(2).sum(), leaf)[0])
+    torch.testing.assert_close(*results)
+
+
+def squared(f):
+    return lambda x: f(x).pow(2).sum()
+
+
+def several(x):
+    return torch.stack([x, x.cos()])
+
+
+FUNCTIONAL = {
+    "grad": lambda f, x: torch.func.grad(squared(f))(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(several(x)),
+    "vmap over a leaf": lambda f, x: torch.func.vmap(f)(several(x).requires_grad_()).detach(),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(squared(f)))(several(x)),
+    "grad of vmap": lambda f, x: torch.func.grad(squared(torch.func.vmap(f)))(several(x)),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.sin(),))[1],
+    "jvp of grad": lambda f, x: torch.func.jvp(torch.func.grad(squared(f)), (x,), (x.sin(),))[1],
+    "hessian": lambda f, x: torch.func.hessian(squared(f))(x),
+    "forward mode over a leaf": lambda f, x: forward_mode(f, x.clone().requires_grad_()),
+}
+
+
+def forward_mode(f, x):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x.detach().sin())
+        return torch.autograd.forward_ad.unpack_dual(f(dual)).tangent
+
+
+@pytest.mark.parametrize("differentiate", FUNCTIONAL.values(), ids=FUNCTIONAL)
+@pytest.mark.parametrize("case", ["linear", "linear, no bias", "3x3", "same", "strides", "groups", "unbatched"])
+def test_functional_transforms(rng, case, differentiate):
+    build, shape = NONLINEAR[case]
+    model = converted(build, get_format("int8")).requires_grad_(False)
+    x = torch.randn(shape, generator=rng)
+    torch.testing.assert_close(differentiate(model, x), differentiate(plain_twin(model), x))
+
+
+@pytest.mark.parametrize("case", ["linear", "3x3"])
+def test_forward_mode_of_the_bias(rng, case):
+    build, shape = LAYERS[case]
+    model = converted(build, get_format("int8"))
+    x = torch.randn(shape, generator=rng, requires_grad=True)
+
+    def tangent(model):
+        bias = model.bias.detach()
+
+        def run(bias):
+            return torch.func.functional_call(model, {"bias": bias}, x)
+
+        return torch.func.jvp(run, (bias,), (bias.cos(),))[1]
+
+    torch.testing.assert_close(tangent(model), tangent(plain_twin(model)))
+
+
 # Memory
 
 
@@ -202,6 +341,23 @@ def test_no_decoded_weight_is_kept_for_backward(storage_format, rng, build, shap
     assert x.grad is not None
 
 
+@pytest.mark.parametrize(("build", "shape"), [pytest.param(*case, id=name) for name, case in MEMORY.items()])
+def test_no_decoded_weight_is_kept_for_a_second_derivative(storage_format, rng, build, shape):
+    model = converted(build, storage_format)
+    x = torch.randn(shape, generator=rng, requires_grad=True)
+    smallest, saved = min(quantized_sizes(model)), []
+
+    def save(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        (first,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+    assert saved, "the watch sees nothing"
+    assert [tensor.shape for tensor in saved if tensor.numel() == smallest] == []
+    assert torch.autograd.grad(first.sum(), x)[0].abs().sum() > 0
+
+
 def test_the_graph_holds_the_packed_weight_only_while_it_lives(rng):
     model = seeded(lambda: nn.Linear(256, 128))
     convert_model(model, INT8)
@@ -246,6 +402,18 @@ def test_a_write_between_forward_and_backward_is_an_error(rng, case, write):
         write(model)
     with pytest.raises(RuntimeError, match="modified by an in"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("case", ["linear", "3x3"])
+def test_a_write_between_backward_and_its_backward_is_an_error(rng, case):
+    build, shape = LAYERS[case]
+    model = seeded(build)
+    convert_model(model, INT8)
+    x = torch.randn(shape, generator=rng, requires_grad=True)
+    (first,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+    model.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an in"):
+        first.sum().backward()
 
 
 READS = {
