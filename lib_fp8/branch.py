@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from lib_fp8.capability import without_autocast
+
 
 class Branch(Protocol):
     """Something that is added to a decoded weight."""
@@ -67,10 +69,11 @@ class Computed:
 
 
 def with_branches(weight: torch.Tensor, branches: Iterable[Branch]) -> torch.Tensor:
-    """Add branches to a plain weight, which is not changed."""
+    """Add branches to a plain weight, which is not changed; in its dtype, whatever autocast makes of the layer."""
     total = weight
-    for branch in branches:
-        total = branch.add_to(total, weight)
+    with without_autocast(weight.device.type):
+        for branch in branches:
+            total = branch.add_to(total, weight)
     return total
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from typing import Any
 
 import torch
 
@@ -80,6 +82,12 @@ def _accepts_device_type() -> bool:
 
 autocast_enabled = _query_autocast if _accepts_device_type() else _query_autocast_before_2_4
 """``autocast_enabled(device_type) -> bool``: whether autocast acts on that kind of device in this thread."""
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which autocast does not act on that kind of device."""
+    # Where autocast does not act, it may not even exist: older torch refuses to switch it off on MPS.
+    return torch.autocast(device_type, enabled=False) if autocast_enabled(device_type) else contextlib.nullcontext()
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")

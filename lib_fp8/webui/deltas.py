@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from lib_fp8.branch import LowRank
-from lib_fp8.capability import autocast_enabled
+from lib_fp8.capability import without_autocast
 from lib_fp8.webui.slots import OUT_PROJ
 
 _HOSTS = {"networks": "lora_functional", "l_networks": "lyco_functional"}
@@ -188,7 +188,7 @@ def delta_of(use: Use, key: str, weight: torch.Tensor) -> tuple[torch.Tensor, to
         Exception: whatever the network's own code raises, or ValueError for a shape that does not fit.
     """
     bias_delta = None
-    with _without_autocast(weight.device.type), _InFloat32(), _truthful_magnitudes(use.parts):
+    with without_autocast(weight.device.type), _InFloat32(), _truthful_magnitudes(use.parts):
         if len(use.parts) == 1:
             delta, bias_delta = use.parts[0].calc_updown(weight)
             delta = _pad_inpainting(delta, weight)
@@ -201,11 +201,6 @@ def delta_of(use: Use, key: str, weight: torch.Tensor) -> tuple[torch.Tensor, to
     if bias_delta is not None:
         _check_shape("bias", bias_delta, weight.shape[:1])
     return delta, bias_delta
-
-
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    # Where autocast does not act, it may not even exist: older torch refuses to switch it off on MPS.
-    return torch.autocast(device_type, enabled=False) if autocast_enabled(device_type) else contextlib.nullcontext()
 
 
 def _check_shape(what: str, delta: torch.Tensor, shape: torch.Size) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 from helpers import bits, decoded, to_numpy
 from torch import nn
 
-from lib_fp8 import QuantWeight
+from lib_fp8 import QuantWeight, capability
 from lib_fp8.branch import Computed, LowRank
+from lib_fp8.capability import autocast_enabled
 
 SHAPES = {"linear": (6, 8), "conv": (6, 4, 3, 3)}
 FACTOR = 0.75
@@ -105,6 +107,65 @@ def test_a_change_before_backward_is_noticed(rng, storage_format, device):
     weight.set_branches((LowRank(torch.ones(6, 1, device=device), torch.ones(1, 8, device=device), 1.0),))
     with pytest.raises(RuntimeError, match="modified by an in-place operation"):
         y.sum().backward()
+
+
+AUTOCAST = torch.bfloat16
+
+
+def cosine(one, other):
+    return float((one * other).sum() / np.linalg.norm(one) / np.linalg.norm(other))
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_small_deltas_survive_autocast(storage_format, logical_dtype, rng, count):
+    """What is added is what the factors say, to the working precision; the cast to the layer's dtype comes after it."""
+    weight = QuantWeight.from_weight((torch.randn(64, 96, generator=rng) * 0.03).to(logical_dtype), storage_format)
+    branches = tuple(
+        LowRank(torch.randn(64, 4, generator=rng) * 0.01, torch.randn(4, 96, generator=rng) * 0.01, 0.7)
+        for _ in range(count)
+    )
+    plain, expected = base(weight), sum(delta((branch.up, branch.down), (64, 96)) * 0.7 / FACTOR for branch in branches)
+    weight.set_branches(branches)
+    with torch.autocast("cpu", dtype=AUTOCAST):
+        found = to_numpy(weight.dequantize(torch.float32))
+        in_8_bits = to_numpy(weight.without_branches(torch.float32))
+    np.testing.assert_array_equal(in_8_bits, plain)
+    assert cosine(found - plain, expected) >= 0.9999
+
+
+KINDS = {
+    "low rank": lambda factors: LowRank(*factors, FACTOR),
+    "computed": lambda factors: Computed(
+        lambda weight: (weight.flatten(1) @ weight.flatten(1).t() @ weight.flatten(1)).view_as(weight)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_autocast_changes_nothing(weight, factors, kind):
+    weight.set_branches((kind(factors),))
+    expected = weight.dequantize(torch.float32)
+    with torch.autocast(weight.device.type, dtype=AUTOCAST):
+        assert torch.equal(weight.dequantize(torch.float32), expected)
+        assert autocast_enabled(weight.device.type)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu", "mps", "hpu", "privateuseone"])
+def test_autocast_is_switched_off_where_it_acts_and_nowhere_else(monkeypatch, device_type):
+    """A device that has none must not be asked to: older torch raises an error then."""
+    switched = []
+
+    class Autocast(contextlib.nullcontext):
+        def __init__(self, kind, enabled):
+            super().__init__()
+            switched.append((kind, enabled))
+
+    monkeypatch.setattr(torch, "autocast", Autocast)
+    with capability.without_autocast(device_type):
+        assert switched == []
+    monkeypatch.setattr(capability, "autocast_enabled", lambda kind: kind == device_type)
+    with capability.without_autocast(device_type):
+        assert switched == [(device_type, False)]
 
 
 COPIES = {
