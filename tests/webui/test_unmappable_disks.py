@@ -63,6 +63,23 @@ def test_networks_merge_what_the_file_holds(unmappable, nets, monkeypatch):
     nets.assert_merged(a)
 
 
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_map_that_fails_though_it_is_wanted(sd1, nets, monkeypatch, failure):
+    """The WebUI has read the file; when a network comes, there is no room for the map any more."""
+
+    def fail(*_, **__):
+        raise FAILURES[failure]
+
+    a, bits = nets.make("a"), sd1.fingerprint()
+    with monkeypatch.context() as patched:
+        patched.setattr(source, "safe_open", fail)
+        sd1.run_networks(a)
+    assert sd1.panel.status()["lora_layers"].keys() == {"checkpoint file"}
+    nets.assert_merged(a)
+    sd1.run_networks()
+    assert sd1.fingerprint() == bits
+
+
 @pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "not mapped"])
 def test_the_setting_decides_whether_a_map_is_asked_for(sd1, nets, monkeypatch, mapped):
     asked = []
