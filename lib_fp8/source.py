@@ -176,6 +176,13 @@ class Originals:
         self._dtype = dtype
         self._copies = copies or Copies()
         self._trusted: WeakSet[torch.nn.Module] = WeakSet()
+        self._strangers: WeakSet[torch.nn.Module] = WeakSet()
+
+    def problem(self) -> str | None:
+        """One line that says why 8-bit weights have no original, as far as they were looked for, or None."""
+        if (problem := self.file.problem()) is not None or not self._strangers:
+            return problem
+        return f"{self.file.path.name} does not hold the weights of {len(self._strangers)} layers as they are in memory"
 
     def drop_copies(self) -> None:
         """Look in the file alone from now on."""
@@ -199,6 +206,14 @@ class Originals:
             parameter: its weight now.
             untouched: whether the weight is as it was loaded.
         """
+        found = self._find(layer, parameter, untouched)
+        if found is not None:
+            self._strangers.discard(layer)
+        elif isinstance(parameter, QuantWeight):
+            self._strangers.add(layer)
+        return found
+
+    def _find(self, layer: torch.nn.Module, parameter: torch.Tensor, untouched: bool) -> Original | None:
         value, source = self._copies.get(layer), COPY
         if value is None:
             value, source = self._from_file(layer), FILE

@@ -85,7 +85,7 @@ def _of(model: Any) -> Snapshot:
         problem=record.problem,
         lora=record.lora,
         lora_layers=tuple(lora.layers_by_source(model).items()),
-        lora_problem=None if record.originals is None else record.originals.file.problem(),
+        lora_problem=None if record.originals is None else record.originals.problem(),
     )
 
 

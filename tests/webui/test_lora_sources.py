@@ -104,9 +104,16 @@ def test_a_file_that_was_replaced_before_the_conversion(host, nets):
     host.checkpoint("a", seed=9)
     host.set(**ON)
     base, a = decoded_base(host), nets.make("a", IN_8_BITS)
+    assert host.panel.status()["lora_problem"] is None, "nobody has asked for an original yet"
     host.run_networks(a)
     assert_added(host, nets, a, base=base)
     assert layers(host) == {RUN_TIME: 4}
+    problem = "a.safetensors does not hold the weights of 4 layers as they are in memory"
+    assert host.panel.status()["lora_problem"] == problem
+    assert f"LoRA added at run time in 4 layers, because {problem}." in host.panel.status_html()
+    host.set(fp8_format="int8")
+    host.run_networks(a)
+    assert host.panel.status()["lora_problem"] is None, "the weights are the file's now"
 
 
 def test_weights_that_another_extension_merged_in_memory(host, nets):
