@@ -1,16 +1,15 @@
 """What switching LoRAs costs on a model of full size, beside the WebUI's own merging into float16 weights.
 
-    pytest tests/live/bench_lora.py -s --webui DIR --webui-python PYTHON --checkpoints DIR
+    pytest tests/live/bench_lora.py -s --webui DIR --webui-python PYTHON
 
-DIR holds ``full-size.safetensors``, a checkpoint of SD1.5. Needs 12 GB of memory and some minutes. Both sides run in
-the same process and in turns, with the WebUI's code of the version that is there; the figures are medians and ratios.
+On a random checkpoint of SD1.5 in its real size. Needs 12 GB of memory and some minutes. Both sides run in the same
+process and in turns, with the WebUI's code of the version that is there; the figures are medians and ratios.
 """
 
 from __future__ import annotations
 
 import statistics
 
-FULL_SIZE = "full-size"
 RANK, ROUNDS = 32, 3
 LARGEST_RATIO = 1.5
 """Of a switch that merges, against the WebUI's own into float16 weights."""
@@ -25,9 +24,8 @@ WORDS = {
 }
 
 
-def test_switching(start, need):
-    need(FULL_SIZE)
-    running = start(checkpoint=FULL_SIZE, fp8_storage="Enable")
+def test_switching(start, full_size):
+    running = start(checkpoint=full_size.stem, fp8_storage="Enable")
     client = running.client
     names = ["bench-a", "bench-b"]
     for seed, name in enumerate(names):

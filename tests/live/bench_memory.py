@@ -1,9 +1,9 @@
 """What loading, changing and moving a model of full size takes, beside the WebUI's own ways.
 
-    pytest tests/live/bench_memory.py -s --webui DIR --webui-python PYTHON --checkpoints DIR
+    pytest tests/live/bench_memory.py -s --webui DIR --webui-python PYTHON
 
-DIR holds ``full-size.safetensors``, a checkpoint of SD1.5. Needs Linux, 12 GB of memory and some minutes. All figures
-of a table come from one run of the same WebUI; times are medians and only good for comparing.
+On a random checkpoint of SD1.5 in its real size. Needs Linux, 12 GB of memory and some minutes. All figures of a table
+come from one run of the same WebUI; times are medians and only good for comparing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from live.webui import EXTENSION
 
-FULL_SIZE, COPY = "full-size", "full-size-copy"
+COPY = "full-size-copy"
 ROUNDS = 3
 MIB = 1 << 20
 HALF = ("--precision", "half")
@@ -35,15 +35,13 @@ HEADINGS = ("model after, MB", "peak, MB", "own memory, MB", "mapped, MB", "seco
 
 
 @pytest.fixture
-def with_copy(need, models):
+def with_copy(full_size):
     """The checkpoint under a second name too, both with one configuration, as checkpoints usually have."""
-    need(FULL_SIZE)
-    source = models.find(FULL_SIZE)
 
     def add(running):
-        (running.data / f"models/Stable-diffusion/{COPY}.safetensors").symlink_to(source)
+        (running.data / f"models/Stable-diffusion/{COPY}.safetensors").symlink_to(full_size)
         running.client.request("/sdapi/v1/refresh-checkpoints", {})
-        running.client.probe("share_configuration", path=str(source.with_suffix(".yaml")))
+        running.client.probe("share_configuration", path=str(full_size.with_suffix(".yaml")))
         running.client.probe("skip_the_empty_prompt")
         return running.client
 
@@ -72,15 +70,15 @@ def _choose(name):
     return {"option": "sd_model_checkpoint", "value": f"{name}.safetensors"}
 
 
-def test_loading(start, with_copy, models, installation):
-    size = models.find(FULL_SIZE).stat().st_size
+def test_loading(start, with_copy, full_size, installation):
+    size = full_size.stat().st_size
     rows = {}
     for way, settings in WAYS.items():
         if way == "the WebUI's own FP8" and installation.version < (1, 8):
             continue
-        client = with_copy(start(HALF, FULL_SIZE, **settings))
+        client = with_copy(start(HALF, full_size.stem, **settings))
         rows["first load", way] = _row(client, [{"option": None, "value": None}])
-        rows["change of checkpoint", way] = _row(client, [_choose(COPY), _choose(FULL_SIZE)])
+        rows["change of checkpoint", way] = _row(client, [_choose(COPY), _choose(full_size.stem)])
     print(f"\nfile {size / MIB:.0f} MB\n{'':44s}" + "".join(f"{heading:>18s}" for heading in HEADINGS))
     for (what, way), row in rows.items():
         _print(f"{what}, {way}", row)
@@ -89,9 +87,8 @@ def test_loading(start, with_copy, models, installation):
             assert row["mapped"] <= 1.02 * size
 
 
-def test_settings(start, need):
-    need(FULL_SIZE)
-    client = start(HALF, FULL_SIZE, fp8_storage="Disable").client
+def test_settings(start, full_size):
+    client = start(HALF, full_size.stem, fp8_storage="Disable").client
     print(f"\n{'':44s}" + "".join(f"{heading:>18s}" for heading in HEADINGS))
     steps = [{"option": option, "value": value} for option, value in SETTINGS.values()]
     for number, name in enumerate(SETTINGS):
@@ -99,9 +96,8 @@ def test_settings(start, need):
 
 
 @pytest.mark.parametrize("flag", ["--medvram", "--lowvram"])
-def test_moving(start, need, flag):
-    need(FULL_SIZE)
-    client = start((*HALF, flag), FULL_SIZE).client
+def test_moving(start, full_size, flag):
+    client = start((*HALF, flag), full_size.stem).client
     full = client.probe("moved_bytes", steps=3)
     client.set(fp8_storage="Enable")
     packed = client.probe("moved_bytes", steps=3)

@@ -1,10 +1,10 @@
 """Live tests: a real WebUI, started on the CPU on a throw-away data folder, used through its API and its page.
 
-    pytest tests/live --webui DIR --webui-python PYTHON [--checkpoints DIR] [--extensions DIR]
+    pytest tests/live --webui DIR --webui-python PYTHON [--extensions DIR]
 
-Most tests use the embedded model and its networks. The folder of checkpoints may hold any of the other small models
-that tests name (a .safetensors file, with its .yaml beside it), and LoRAs in ``lora/``. A test whose checkpoint is
-missing is skipped and says so; so is one whose other extension is missing in the folder of extensions.
+Most tests use the embedded model and its networks. Checkpoints of the other kinds are made by the WebUI's own classes
+when they are first needed, and kept in pytest's cache. A test whose other extension is missing in the folder of
+extensions is skipped and says so.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 
 from live.client import Client
-from live.guests import CHECKPOINT, EXTENSIONS, Stage, write_files
-from live.webui import PLAIN_PRECISION, Installation, Models, WebUI, prepare_data
+from live.guests import EXTENSIONS, Stage, write_files
+from live.installation import Installation
+from live.models import Models
+from live.recipe import FULL_SIZE
+from live.webui import PLAIN_PRECISION, WebUI, prepare_data
 
 START = "shapes-sd1"
 """The embedded model: coloured shapes of 64 x 64 pixels."""
@@ -27,7 +30,6 @@ def pytest_addoption(parser):
     group = parser.getgroup("live", "tests against a real WebUI")
     group.addoption("--webui", metavar="DIR", help="folder of an installed AUTOMATIC1111 WebUI")
     group.addoption("--webui-python", metavar="FILE", help="Python that can run it (default: its venv)")
-    group.addoption("--checkpoints", metavar="DIR", help="more small checkpoints, with LoRAs in DIR/lora")
     group.addoption("--extensions", metavar="DIR", help="checkouts of other extensions, each in the folder of its name")
 
 
@@ -47,28 +49,22 @@ def pytest_collection_modifyitems(items):
 def installation(request) -> Installation:
     """The WebUI to be tested; without one, the test is skipped."""
     if (folder := request.config.getoption("--webui", None)) is None:
-        pytest.skip("needs a real WebUI: pytest tests/live --webui DIR --webui-python FILE --checkpoints DIR")
+        pytest.skip("needs a real WebUI: pytest tests/live --webui DIR --webui-python FILE")
     folder = Path(folder).resolve()
     python = request.config.getoption("--webui-python") or folder / "venv/bin/python"
     return Installation(folder, Path(python).absolute(), request.config.cache.mkdir("webui-bytecode"))
 
 
 @pytest.fixture(scope="session")
-def models(request) -> Models:
-    """The embedded model, and what else there is."""
-    folder = request.config.getoption("--checkpoints", None)
-    return Models(None if folder is None else Path(folder).resolve())
+def models(request, installation) -> Models:
+    """The embedded model, and random ones of the other kinds."""
+    return Models(installation, request.config.cache.mkdir("webui-checkpoints"))
 
 
 @pytest.fixture(scope="session")
-def need(models):
-    """``need(name, ...)`` skips the test if one of these checkpoints or LoRAs (``lora/NAME``) is missing."""
-
-    def check(*names: str) -> None:
-        if missing := [name for name in names if models.find(name) is None]:
-            pytest.skip(f"needs {', '.join(missing)}: --checkpoints DIR")
-
-    return check
+def full_size(models) -> Path:
+    """The checkpoint of SD1.5 in its real size."""
+    return models.full_size()
 
 
 @pytest.fixture(scope="session")
@@ -152,25 +148,24 @@ def webui(shared_webui) -> Client:
 
 
 @pytest.fixture(scope="session")
-def guest_files(need, models, tmp_path_factory) -> Path:
-    """Files for AnimateDiff and ControlNet; the test is skipped where the checkpoint of full width is missing."""
-    need(CHECKPOINT)
-    return write_files(tmp_path_factory.mktemp("guests"), models.find(CHECKPOINT))
+def guest_files(full_size, tmp_path_factory) -> Path:
+    """Files for AnimateDiff and ControlNet."""
+    return write_files(tmp_path_factory.mktemp("guests"), full_size)
 
 
 _stages: dict[str, Stage] = {}
 
 
 @pytest.fixture
-def stage(rack, other_extension, need, request, tmp_path_factory) -> Stage:
-    """A WebUI with AnimateDiff and ControlNet on a checkpoint of full width; the test says which settings it needs."""
-    need(CHECKPOINT)
-    running = rack.shared(*map(other_extension, EXTENSIONS))
+def stage(rack, other_extension, request, tmp_path_factory) -> Stage:
+    """A WebUI with AnimateDiff and ControlNet on a checkpoint of real size; the test says which settings it needs."""
+    extensions = [*map(other_extension, EXTENSIONS)]
+    files = request.getfixturevalue("guest_files")
+    running = rack.shared(*extensions)
     url = running.client.url
     if url not in _stages:
-        files = request.getfixturevalue("guest_files")
         _stages[url] = Stage(running, files, tmp_path_factory.mktemp("latents"))
-    running.client.set(sd_model_checkpoint=f"{CHECKPOINT}.safetensors")
+    running.client.set(sd_model_checkpoint=f"{FULL_SIZE}.safetensors")
     return _stages[url]
 
 

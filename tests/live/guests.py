@@ -1,4 +1,4 @@
-"""A WebUI with AnimateDiff and ControlNet, a checkpoint of full width, and files for both in their real layouts.
+"""A WebUI with AnimateDiff and ControlNet, a checkpoint of real size, and files for both in their real layouts.
 
 What is compared is what the UNet made of the last step: the picture decoder of a random checkpoint shows little.
 """
@@ -15,10 +15,10 @@ import torch
 from PIL import Image, ImageDraw
 
 from live import layouts
+from live.recipe import FULL_SIZE
 from live.webui import WebUI
 
 EXTENSIONS = ("sd-webui-animatediff", "sd-webui-controlnet")
-CHECKPOINT = "full-size"
 OFF = {"fp8_storage": "Disable"}
 FULL_GUESTS = {"fp8_storage": "Enable", "fp8_motion_modules": False, "fp8_control_models": False}
 ALL = {"fp8_storage": "Enable", "fp8_motion_modules": True, "fp8_control_models": True}
@@ -109,7 +109,7 @@ class Stage:
             (running.data / target).mkdir(exist_ok=True)
             for file in (files / source).iterdir():
                 (running.data / target / file.name).symlink_to(file)
-        self.client.set(sd_model_checkpoint=f"{CHECKPOINT}.safetensors")
+        self.client.set(sd_model_checkpoint=f"{FULL_SIZE}.safetensors")
         unet_lora = running.data / "models/Lora/on-unet.safetensors"
         self.client.probe("write_lora", path=str(unet_lora), rank=4, seed=5)
         self.client.request("/sdapi/v1/refresh-loras", {})

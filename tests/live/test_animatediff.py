@@ -11,7 +11,6 @@ import pytest
 from live.client import ApiError
 from live.guests import (
     ALL,
-    CHECKPOINT,
     EXTENSIONS,
     FORMATS,
     FRAMES,
@@ -24,6 +23,7 @@ from live.guests import (
     in_8_bits,
     motion,
 )
+from live.recipe import FULL_SIZE
 from live.test_pictures import cosine
 from live.webui import PLAIN_PRECISION
 
@@ -90,14 +90,14 @@ def test_overrides_of_a_job(stage: Stage, saved, override):
     assert stage.client.probe("unet_layout") == layout
 
 
-def test_another_checkpoint_for_a_job(stage: Stage, need):
+def test_another_checkpoint_for_a_job(stage: Stage):
     """Its layers get their values although the motion module has changed their names."""
     stage.hold(ALL)
     bits = stage.client.probe("parameters")
     small = {"sd_model_checkpoint": "shapes-sd1.safetensors"}
     stage.client.txt2img("a house", steps=1, override_settings=small)
     assert stage.client.probe("parameters") != bits
-    made = stage.latent(motion("first"), override_settings={"sd_model_checkpoint": f"{CHECKPOINT}.safetensors"})
+    made = stage.latent(motion("first"), override_settings={"sd_model_checkpoint": f"{FULL_SIZE}.safetensors"})
     assert np.array_equal(stage.latent(motion("first")), made)
     assert stage.client.probe("parameters") == bits
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from live.client import ApiError, Client
 from live.conftest import START
-from live.webui import EMBEDDED
+from live.models import EMBEDDED
 
 LAYER = "middle_block.1.proj_in"
 KEY = f"model.diffusion_model.{LAYER}.weight"
@@ -185,7 +185,7 @@ def test_impossible_settings(setting, message, webui: Client, console):
     assert webui.txt2img() == before
 
 
-def test_impossible_values_in_the_configuration(start, need):
+def test_impossible_values_in_the_configuration(start):
     running = start(fp8_storage="Enable", fp8_format="float3", fp8_keep_layers="([", fp8_lora="Nowhere")
     client = running.client
     assert client.probe("checkpoint") == f"{START}.safetensors"

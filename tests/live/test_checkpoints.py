@@ -13,12 +13,11 @@ def _use(client: Client, name: str) -> None:
     assert client.probe("checkpoint") == f"{name}.safetensors"
 
 
-def test_changing_checkpoints(webui: Client, shared_webui, need):
+def test_changing_checkpoints(webui: Client, shared_webui):
     """A, B, A: what is stored and what comes out depends on the checkpoint alone.
 
     Checkpoints with a configuration of their own get a new model each time; the others fill the one that is there.
     """
-    need("sd1-A", "sd1-B")
     webui.set(fp8_storage="Enable")
     seen = {}
     try:
@@ -41,9 +40,8 @@ def two_kept(rack) -> Client:
     return client
 
 
-def test_two_checkpoints_kept_loaded(two_kept: Client, need):
+def test_two_checkpoints_kept_loaded(two_kept: Client):
     """Alternating reads nothing again; each keeps its own storage, and both follow the settings when used."""
-    need("sd1-A")
     webui = two_kept
     seen = {}
     for name in (START, "sd1-A"):
@@ -69,8 +67,7 @@ def test_two_checkpoints_kept_loaded(two_kept: Client, need):
     assert all(value.startswith("plain:") for value in webui.probe("parameters").values())
 
 
-def test_enable_for_sdxl(webui: Client, need):
-    need("sdxl")
+def test_enable_for_sdxl(webui: Client):
     plain = webui.txt2img()
     webui.set(fp8_storage="Enable for SDXL")
     assert webui.status()["enabled"] is False
@@ -87,8 +84,7 @@ def test_enable_for_sdxl(webui: Client, need):
     assert webui.txt2img() == plain
 
 
-def test_sdxl_text_encoders_one_by_one(webui: Client, need):
-    need("sdxl")
+def test_sdxl_text_encoders_one_by_one(webui: Client):
     webui.set(fp8_storage="Enable")
     _use(webui, "sdxl")
     pictures = [webui.txt2img()]
@@ -108,8 +104,7 @@ def test_sdxl_text_encoders_one_by_one(webui: Client, need):
 NETWORKS = PROMPT + "<lora:sdxl-all:1>"
 
 
-def _check_refiner(client: Client, need) -> None:
-    need("sdxl", "sdxl-refiner", "lora/sdxl-all")
+def _check_refiner(client: Client) -> None:
     client.set(fp8_storage="Disable")
     _use(client, "sdxl")
     fields = {"refiner_checkpoint": "sdxl-refiner.safetensors", "refiner_switch_at": 0.5, "steps": 6}
@@ -128,19 +123,18 @@ def _check_refiner(client: Client, need) -> None:
     assert client.txt2img(**fields) == plain
 
 
-def test_refiner(webui: Client, need):
+def test_refiner(webui: Client):
     """A switch to another checkpoint in the middle of a picture, and back at the next."""
-    _check_refiner(webui, need)
+    _check_refiner(webui)
 
 
-def test_refiner_with_both_kept_loaded(two_kept: Client, need):
-    _check_refiner(two_kept, need)
+def test_refiner_with_both_kept_loaded(two_kept: Client):
+    _check_refiner(two_kept)
 
 
 @pytest.mark.parametrize("name", ["sd1-inpaint", "sd1-p2p", "sd2", "sd2-v", "sdxl", "sdxl-refiner"])
-def test_kinds_of_models(name, webui: Client, need):
+def test_kinds_of_models(name, webui: Client):
     """Off, on, off on every kind; with a masked picture where that is what the model is for."""
-    need(name)
     _use(webui, name)
 
     def pictures():
@@ -176,8 +170,7 @@ def test_a_vae_and_the_noise_schedule_keep_their_bits(webui: Client):
     assert not [name for name in changed if "norm" in name or "embedding" in name]
 
 
-def test_fresh_start_gives_what_a_change_gives(webui: Client, start, need):
-    need("sd1-A")
+def test_fresh_start_gives_what_a_change_gives(webui: Client, start):
     webui.set(fp8_storage="Enable")
     _use(webui, "sd1-A")
     changed = webui.txt2img(), webui.probe("parameters")

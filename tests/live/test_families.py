@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from live.client import PROMPT, Client
 from live.conftest import reset
-from live.webui import EMBEDDED
+from live.models import EMBEDDED
 
 UNET = "model.diffusion_model."
 TEXT = "cond_stage_model.transformer.text_model."

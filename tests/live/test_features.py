@@ -66,8 +66,7 @@ def test_a_batch_is_its_pictures(webui: Client):
 
 
 @both_formats
-def test_inpainting_model(webui: Client, need, storage):
-    need("sd1-inpaint")
+def test_inpainting_model(webui: Client, storage):
     webui.set(sd_model_checkpoint="sd1-inpaint.safetensors")
     assert_acts_alike(webui, storage, shots(), shots(masked), acts=False)
     assert webui.probe("checkpoint") == "sd1-inpaint.safetensors"
@@ -199,9 +198,8 @@ def test_png_info(webui: Client):
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["as it is", "half"])
-def test_checkpoint_merger(webui: Client, need, models, half):
+def test_checkpoint_merger(webui: Client, models, half):
     """With 8-bit weights and merged LoRAs in memory it writes the very file that it writes without."""
-    need("sd1-A", "sd1-B", "lora/lora-A")
     webui.set(sd_model_checkpoint="sd1-A.safetensors")
 
     def merge(name: str) -> Path:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from live.client import HIRES, PROMPT, Client
-from live.webui import EMBEDDED
+from live.models import EMBEDDED
 
 BORDERLINE = 1e-5
 FORMAT = "float8_e4m3fn"
@@ -221,8 +221,7 @@ TEXT_ENCODERS = {"fp8_clip_l": True, "fp8_open_clip": True}
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
-def test_text_encoders_and_other_models(checkpoint, loras, webui: Client, shared_webui, models, need):
-    need(checkpoint, *(f"lora/{name}" for name in loras))
+def test_text_encoders_and_other_models(checkpoint, loras, webui: Client, shared_webui, models):
     webui.set(fp8_storage="Enable", **TEXT_ENCODERS)
     webui.set(sd_model_checkpoint=f"{checkpoint}.safetensors")
     without, bits = webui.txt2img(), webui.probe("parameters")

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from live.client import Client
 from live.conftest import START, reset
-from live.webui import EMBEDDED, PLAIN_PRECISION
+from live.models import EMBEDDED
+from live.webui import PLAIN_PRECISION
 
 BOTH = {"fp8_storage": "Enable", "fp8_clip_l": True}
 

@@ -11,15 +11,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from live.client import ApiError, Client
+from live.installation import FLAGS, Installation
+from live.models import EMBEDDED, ROOT, Models
 
-ROOT = Path(__file__).resolve().parents[2]
 EXTENSION = "sd-webui-fp8-weight"
-EMBEDDED = ROOT / "demo" / "model" / "shapes-sd1.safetensors"
 PRODUCT = ("scripts", "lib_fp8", "javascript", "install.py", "metadata.ini", "style.css")
 SETTINGS = {
     "fp8_storage": "Disable",
@@ -30,21 +29,6 @@ SETTINGS = {
 }
 PLAIN_PRECISION = ("--precision", "full", "--no-half")
 """What every supported WebUI can run on a CPU."""
-FLAGS = (
-    *("--skip-prepare-environment", "--skip-python-version-check", "--skip-torch-cuda-test", "--skip-version-check"),
-    *("--no-download-sd-model", "--do-not-download-clip", "--use-cpu", "all", "--api"),
-    "--disable-console-progressbars",
-)
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "GRADIO_ANALYTICS_ENABLED": "False",
-    "COMMANDLINE_ARGS": "",
-    "OMP_NUM_THREADS": "1",  # the models are tiny: threads would only wait for each other
-    "PYTHONUNBUFFERED": "1",
-    "PYTHONWARNINGS": "ignore",
-    "SD_WEBUI_RESTARTING": "1",  # opens no browser
-}
 START_LIMIT = 240
 """Seconds until a start counts as failed."""
 
@@ -57,51 +41,6 @@ class StartError(RuntimeError):
     """The WebUI did not come up; the message ends with what its console said."""
 
 
-@dataclass(frozen=True)
-class Installation:
-    """A WebUI to be tested.
-
-    Attributes:
-        folder: its code; left as it was.
-        python: an interpreter that can run it.
-        bytecode: where Python keeps its bytecode.
-    """
-
-    folder: Path
-    python: Path
-    bytecode: Path
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        """The newest release in its change log."""
-        heading = (self.folder / "CHANGELOG.md").read_text(encoding="utf8").split(maxsplit=2)[1]
-        return tuple(int(part) for part in heading.partition("-")[0].split("."))  # 1.8.0 calls itself 1.8.0-RC
-
-
-@dataclass(frozen=True)
-class Models:
-    """Checkpoints and networks that a WebUI can be given: the embedded ones, and those of another folder, if any."""
-
-    folder: Path | None
-
-    def checkpoints(self) -> list[Path]:
-        """The .safetensors files; a configuration may lie beside each."""
-        own = [file for file in self._others("*.safetensors") if file.name != EMBEDDED.name]
-        return [EMBEDDED, *own]
-
-    def networks(self) -> list[Path]:
-        """Files for the Lora folder."""
-        return [*EMBEDDED.parent.glob("loras/*.safetensors"), *self._others("lora/*.safetensors")]
-
-    def find(self, name: str) -> Path | None:
-        """The file of a checkpoint, or of a network named ``lora/NAME``."""
-        kind, _, last = name.rpartition("/")
-        return next((f for f in (self.networks() if kind else self.checkpoints()) if f.stem == last), None)
-
-    def _others(self, pattern: str) -> list[Path]:
-        return [] if self.folder is None else list(self.folder.glob(pattern))
-
-
 def prepare_data(data: Path, models: Models, settings: Mapping[str, Any], extensions: Iterable[Path] = ()) -> Path:
     """Fill a data folder: the extension, the probe, others, links to checkpoints and LoRAs, the configuration."""
     for folder in ("models/Stable-diffusion", "models/Lora", "models/VAE", "extensions"):
@@ -111,6 +50,7 @@ def prepare_data(data: Path, models: Models, settings: Mapping[str, Any], extens
             (data / "models/Stable-diffusion" / file.name).symlink_to(file)
     for file in models.networks():
         (data / "models/Lora" / file.name).symlink_to(file)
+    (data / "clip").symlink_to(models.clip)
     # The configuration names its tokenizer as seen from a WebUI that the extension is installed in.
     clip = data / "extensions" / EXTENSION / "demo" / "model" / "clip"
     clip.parent.mkdir(parents=True)
@@ -142,24 +82,19 @@ class WebUI:
     def __init__(self, installation: Installation, data: Path, flags: Iterable[str]):
         self.installation = installation
         self.data = data
-        self._before = set(installation.folder.iterdir())
+        self._traces = contextlib.ExitStack()
+        self._traces.enter_context(installation.left_as_it_was())
         port = _free_port()
         self.client = Client(f"http://127.0.0.1:{port}", self.log)
         command = [installation.python, installation.folder / "launch.py", "--data-dir", data, "--port", port]
         command += ["--gradio-allowed-path", installation.folder]  # so that its page gets its scripts,
         for name in ("script.js", "javascript", "style.css", "extensions-builtin"):  # which 1.6 seeks in cwd
             (data / name).symlink_to(installation.folder / name)
-        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
-        paths = {
-            "PYTHONPYCACHEPREFIX": installation.bytecode,
-            "HF_HOME": data / "hf",
-            "MPLCONFIGDIR": data / "mpl",
-        }
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [str(part) for part in (*command, *FLAGS, *flags)],
                 cwd=data,
-                env={**kept, **ENVIRONMENT, **{k: str(v) for k, v in paths.items()}},
+                env=installation.environment(data),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -202,5 +137,4 @@ class WebUI:
                 os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience)
-        for trace in set(self.installation.folder.iterdir()) - self._before:
-            trace.rmdir()  # raises if the WebUI left more than an empty folder
+        self._traces.close()
