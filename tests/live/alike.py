@@ -11,8 +11,8 @@ from live.client import Client, Picture
 from live.test_pictures import FULL, PROMPTS, Album
 
 FORMATS = ("float8_e4m3fn", "int8")
-COUNT = 3
-STEPS = 6
+COUNT = 2
+STEPS = 4
 SLACK = 3.0
 """dB by which pictures may be less like those of full precision than pictures without the feature are."""
 ENOUGH = 30.0

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from live.client import Client
+from live.client import ApiError, Client
 from live.guests import EXTENSIONS, Stage, write_files
 from live.installation import Installation
 from live.models import Models
 from live.recipe import FULL_SIZE
-from live.webui import PLAIN_PRECISION, WebUI, prepare_data
+from live.webui import EXTENSION, PLAIN_PRECISION, StartError, WebUI, prepare_data
 
 START = "shapes-sd1"
 """The embedded model: coloured shapes of 64 x 64 pixels."""
@@ -121,6 +121,36 @@ def start(rack):
     """``start(flags, checkpoint, **settings)`` starts a WebUI of its own for this test and gives it."""
     yield rack.start
     rack.stop()
+
+
+@pytest.fixture
+def start_if_able(start):
+    """``start_if_able(work, flags, ...)`` starts one, and gives what work makes of it while FP8 weight is off.
+
+    The test is skipped if that fails without the extension too.
+    """
+
+    def give(work, *args, **kwargs):
+        try:
+            return work(start(*args, **kwargs))
+        except (StartError, ApiError):
+            try:
+                work(start(*args, **kwargs, disabled_extensions=[EXTENSION]))
+            except (StartError, ApiError) as error:
+                pytest.skip(f"this WebUI cannot do it, without {EXTENSION} too: {str(error).splitlines()[-1][:300]}")
+            raise
+
+    return give
+
+
+@pytest.fixture(scope="module")
+def bare(installation, models, tmp_path_factory) -> Iterator[WebUI]:
+    """A WebUI beside the shared one, without the extension: whether it can do what a test asks for."""
+    settings = {"sd_model_checkpoint": f"{START}.safetensors", "disabled_extensions": [EXTENSION]}
+    data = prepare_data(tmp_path_factory.mktemp("bare", numbered=True), models, settings)
+    running = WebUI(installation, data, PLAIN_PRECISION)
+    yield running
+    running.stop()
 
 
 @pytest.fixture

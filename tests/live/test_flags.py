@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from live.client import PROMPT, ApiError
-from live.webui import PLAIN_PRECISION, StartError
+from live.client import PROMPT
+from live.webui import PLAIN_PRECISION
 
 NO_HALF = ("--no-half", "--no-half-vae")
 CASES = {
@@ -15,22 +15,16 @@ CASES = {
     "medvram": (*PLAIN_PRECISION, "--medvram"),
     "lowvram": (*PLAIN_PRECISION, "--lowvram"),
     "channelslast": (*PLAIN_PRECISION, "--opt-channelslast"),
-    "no ram optimization": (*PLAIN_PRECISION, "--disable-model-loading-ram-optimization"),
 }
 LORA = f"{PROMPT}<lora:shapes-outline:1>"
 
 
 @pytest.mark.parametrize("flags", CASES.values(), ids=CASES)
-def test_flags(flags, start):
-    try:
-        client = start(flags).client
-        plain = client.txt2img()
-        plain_lora = client.txt2img(LORA)
-        client.txt2img()
-    except (StartError, ApiError) as error:
-        if "lib_fp8" in str(error):  # then it is not the WebUI that cannot
-            raise
-        pytest.skip(f"this WebUI cannot do it on a CPU, with FP8 off: {str(error).splitlines()[0][:300]}")
+def test_flags(flags, start_if_able):
+    def work(running):
+        return running.client, [running.client.txt2img(prompt) for prompt in (PROMPT, LORA, PROMPT)]
+
+    client, (plain, plain_lora, _) = start_if_able(work, flags)
     weights = client.probe("parameters")
 
     client.set(fp8_storage="Enable", fp8_clip_l=True)

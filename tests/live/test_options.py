@@ -100,8 +100,7 @@ def test_unscaled_is_what_the_webui_itself_does(webui: Client):
 
 def _xyz(client: Client, **axes: tuple[str, list[str]]):
     """The fields that run the X/Y/Z plot script: for X and Y the label of an axis and its values."""
-    info = client.request("/sdapi/v1/script-info")
-    arguments = next(s for s in info if s["name"] == "x/y/z plot" and not s["is_img2img"])["args"]
+    arguments = client.probe("script_arguments", title="x/y/z plot")
     labels, values = [argument["label"] for argument in arguments], [argument["value"] for argument in arguments]
     choices = arguments[labels.index("X type")]["choices"]
     for letter in "XYZ":
@@ -136,8 +135,7 @@ def test_xyz_text_encoders(enabled: Client):
 
 
 def test_the_axes_are_there_once(webui: Client):
-    info = webui.request("/sdapi/v1/script-info")
-    script = next(s for s in info if s["name"] == "x/y/z plot" and not s["is_img2img"])
-    choices = next(argument["choices"] for argument in script["args"] if argument["label"] == "X type")
+    arguments = webui.probe("script_arguments", title="x/y/z plot")
+    choices = next(argument["choices"] for argument in arguments if argument["label"] == "X type")
     for label in ("FP8 mode", "FP8 format", "FP8 text encoders"):
         assert choices.count(label) == 1

@@ -241,6 +241,20 @@ def paste(text):
     return infotext_utils.create_override_settings_dict([f"{label}: {value}" for label, value in found])
 
 
+def script_arguments(title):
+    """Label, value and choices of each argument of a txt2img script, which 1.6 does not tell beside newer gradio."""
+    runner = scripts.scripts_txt2img
+    script = next(script for script in runner.scripts if script.title().lower() == title)
+    return [
+        {
+            "label": control.label,
+            "value": control.value,
+            "choices": [c[0] if isinstance(c, tuple) else c for c in getattr(control, "choices", None) or ()],
+        }
+        for control in runner.inputs[script.args_from : script.args_to]
+    ]
+
+
 def unequal_to_plain_cast():
     """Names of the packed weights whose bits are not those of a plain cast of the checkpoint to float8_e4m3fn."""
     originals = safetensors.torch.load_file(shared.sd_model.sd_checkpoint_info.filename)
