@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from lib_fp8.qweight import QuantWeight
+from lib_fp8.qweight import Contents, QuantWeight
 
 
 class DeltaSum:
@@ -58,9 +58,9 @@ def merged_weight(original: torch.Tensor, deltas: Iterable[torch.Tensor]) -> tor
     return total.onto(original)
 
 
-def write_rounded_once(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Store a float32 value in a parameter: packed, or cast where the parameter is plain."""
+def write_rounded_once(parameter: torch.Tensor, value: torch.Tensor, contents: Contents | None = None) -> None:
+    """Store a float32 value in a parameter: packed, and known by ``contents``; or cast where the parameter is plain."""
     if isinstance(parameter, QuantWeight):
-        parameter.store_(value)
+        parameter.store_(value, contents)
     else:
         parameter.copy_(value)

@@ -49,14 +49,38 @@ def _implements_op(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     return decorate
 
 
+class Contents:
+    """What 8-bit values are known by: copies of a weight share it, another write makes another.
+
+    Args:
+        before: what the values were made from by a write in place; None where the write replaced them as a whole.
+    """
+
+    __slots__ = ("_origin",)
+
+    def __init__(self, before: Contents | None = None):
+        self._origin: object = object() if before is None else before._origin
+
+    def derives_from(self, other: Contents) -> bool:
+        """Whether nothing but writes in place lies between these values and the others, whichever came first."""
+        return self._origin is other._origin
+
+    def __copy__(self) -> Contents:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Contents:
+        return self
+
+
 class _Shared:
     """What the handles of one weight (detached, aliased) have in common besides the inner tensors."""
 
-    __slots__ = ("branches", "writes")
+    __slots__ = ("branches", "contents", "writes")
 
     def __init__(self) -> None:
         self.writes = 0
         self.branches: tuple[Branch, ...] = ()
+        self.contents = Contents()
 
 
 class QuantWeight(torch.Tensor):
@@ -102,6 +126,15 @@ class QuantWeight(torch.Tensor):
         return self._shared.writes
 
     @property
+    def contents(self) -> Contents:
+        """What the 8-bit values, without branches, are known by."""
+        return self._shared.contents
+
+    def set_contents(self, contents: Contents) -> None:
+        """Say that the 8-bit values are those that are known by this already."""
+        self._shared.contents = contents
+
+    @property
     def branches(self) -> tuple[Branch, ...]:
         """What is added to the 8-bit values whenever they are decoded; in every sense part of the weight's value."""
         return self._shared.branches
@@ -128,13 +161,18 @@ class QuantWeight(torch.Tensor):
         """Decode the 8-bit values alone into a new plain tensor of a floating dtype."""
         return unpack(self.packed, self.format, dtype)
 
-    def store_(self, weight: torch.Tensor) -> QuantWeight:
+    def store_(self, weight: torch.Tensor, contents: Contents | None = None) -> QuantWeight:
         """Pack a plain weight of the same shape into this tensor, in place, rounding once from the dtype given.
 
         It is the whole value from then on: the branches are gone. What the logical dtype cannot hold becomes its
         largest value.
+
+        Args:
+            weight: the value.
+            contents: what it is to be known by.
         """
-        self._write(pack(weight.detach().to(self.device).expand(self.shape), self.format, dtype=self.dtype), ())
+        packed = pack(weight.detach().to(self.device).expand(self.shape), self.format, dtype=self.dtype)
+        self._write(packed, (), Contents() if contents is None else contents)
         return self
 
     def same_bits(self, packed: Packed) -> bool:
@@ -145,10 +183,11 @@ class QuantWeight(torch.Tensor):
             return self.scale is packed.scale
         return torch.equal(self.scale.view(torch.int32), packed.scale.to(self.device).view(torch.int32))
 
-    def _write(self, packed: Packed, branches: tuple[Branch, ...]) -> None:
+    def _write(self, packed: Packed, branches: tuple[Branch, ...], contents: Contents) -> None:
         # Copied rather than assigned: detached and aliased handles share the inner tensors.
         # Counted here, since torch does not count writes to inner tensors from within a dispatch.
         self.set_branches(branches)
+        self.set_contents(contents)
         self.qdata.copy_(packed.qdata)
         if self.scale is not None and packed.scale is not None:
             self.scale.copy_(packed.scale)
@@ -157,6 +196,7 @@ class QuantWeight(torch.Tensor):
         scale = None if self.scale is None else change(self.scale)
         result = QuantWeight(Packed(change(self.qdata), scale), self.format, dtype or self.dtype)
         result._shared.branches = _on(result.device, self.branches)
+        result._shared.contents = self.contents
         return result
 
     # What would otherwise read the wrapper's memory, of which there is none.
@@ -223,7 +263,7 @@ class QuantWeight(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         plain = self.dequantize()
         plain[index] = value.dequantize() if isinstance(value, QuantWeight) else value
-        self.store_(plain)
+        self.store_(plain, Contents(before=self.contents))
 
     @classmethod
     def __torch_function__(
@@ -286,7 +326,7 @@ def _run_mutating(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     def store(value: Any) -> Any:
         if isinstance(value, QuantWeight):
-            value.store_(stand_ins[id(value)][1])
+            value.store_(stand_ins[id(value)][1], Contents(before=value.contents))
         return value
 
     for position, name in _written_arguments(func):
@@ -383,7 +423,7 @@ def _copy_(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: 
     if not isinstance(target, QuantWeight):
         return func(target, _decoded(source), non_blocking)
     if isinstance(source, QuantWeight) and source.format == target.format and source.shape == target.shape:
-        target._write(source.packed, _on(target.device, source.branches))
+        target._write(source.packed, _on(target.device, source.branches), source.contents)
         return target
     # What an ordinary weight of this dtype would hold after the copy, packed.
     return target.store_(_decoded(source).to(target.dtype))

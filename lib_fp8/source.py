@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from lib_fp8.checkpoint.header import DamagedError, Header, read_header
 from lib_fp8.checkpoint.tensors import read_tensor
 from lib_fp8.quantize import pack
-from lib_fp8.qweight import QuantWeight
+from lib_fp8.qweight import Contents, QuantWeight
 
 Signature = tuple[int, ...]
 """What tells one file from another, and from itself after it was written to."""
@@ -175,7 +175,7 @@ class Originals:
         self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._dtype = dtype
         self._copies = copies or Copies()
-        self._trusted: WeakSet[torch.nn.Module] = WeakSet()
+        self._trusted: WeakKeyDictionary[torch.nn.Module, Contents | None] = WeakKeyDictionary()
         self._strangers: WeakSet[torch.nn.Module] = WeakSet()
 
     def problem(self) -> str | None:
@@ -193,38 +193,54 @@ class Originals:
         """Let go of the file; what it gives after that must prove itself again. Copies are as good as before."""
         if self.file.is_open:
             self.file.close()
-            self._trusted = WeakSet(layer for layer in self._trusted if self._copies.get(layer) is not None)
+            for layer in list(self._trusted):
+                if self._copies.get(layer) is None:
+                    del self._trusted[layer]
 
-    def find(self, layer: torch.nn.Module, parameter: torch.Tensor, untouched: bool) -> Original | None:
-        """The original of a layer's weight, None if there is none that can be trusted.
+    def find(self, layer: torch.nn.Module, parameter: torch.Tensor) -> Original | None:
+        """The original of a weight in which nothing is merged, None if there is none that can be trusted.
 
-        A source is trusted layer by layer: it must have given, once, the very bits that the layer held when nothing
-        had been merged into it.
+        A source is trusted as long as a weight has the contents that it gave, once, to the bit. A plain weight cannot
+        be told from itself after others wrote to it, and is compared each time.
 
         Args:
             layer: the layer.
-            parameter: its weight now.
-            untouched: whether the weight is as it was loaded.
+            parameter: its weight.
         """
-        found = self._find(layer, parameter, untouched)
-        if found is not None:
+        original = self._look_up(layer, parameter)
+        contents = parameter.contents if isinstance(parameter, QuantWeight) else None
+        if original is not None and not (contents is not None and self._trusts(layer, contents)):
+            if _holds(parameter, original.value):
+                self._trusted[layer] = contents
+            else:
+                self._trusted.pop(layer, None)
+                original = None
+        if original is not None:
             self._strangers.discard(layer)
-        elif isinstance(parameter, QuantWeight):
+        elif contents is not None:
             self._strangers.add(layer)
-        return found
+        return original
 
-    def _find(self, layer: torch.nn.Module, parameter: torch.Tensor, untouched: bool) -> Original | None:
+    def find_again(self, layer: torch.nn.Module, parameter: torch.Tensor, contents: Contents | None) -> Original | None:
+        """The original of a weight that was changed after ``find`` had found it, None if it cannot be had any more.
+
+        Args:
+            layer: the layer.
+            parameter: its weight.
+            contents: what it held before it was changed; None for a plain weight.
+        """
+        return self._look_up(layer, parameter) if self._trusts(layer, contents) else None
+
+    def _trusts(self, layer: torch.nn.Module, contents: Contents | None) -> bool:
+        return layer in self._trusted and self._trusted[layer] is contents
+
+    def _look_up(self, layer: torch.nn.Module, parameter: torch.Tensor) -> Original | None:
         value, source = self._copies.get(layer), COPY
         if value is None:
             value, source = self._from_file(layer), FILE
         if value is None or value.shape != parameter.shape or not value.is_floating_point():
             return None
-        value = value.to(parameter.device, self._dtype)
-        if layer not in self._trusted:
-            if not untouched or not _holds(parameter, value):
-                return None
-            self._trusted.add(layer)
-        return Original(value, source)
+        return Original(value.to(parameter.device, self._dtype), source)
 
     def _from_file(self, layer: torch.nn.Module) -> torch.Tensor | None:
         name = self.names.get(layer)

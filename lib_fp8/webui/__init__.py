@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from modules import call_queue, script_callbacks, sd_models, shared
 
@@ -24,7 +25,7 @@ from lib_fp8.webui import (
     xyz,
 )
 from lib_fp8.webui.deltas import hosts
-from lib_fp8.webui.jobs import before_process, before_process_batch, process
+from lib_fp8.webui.jobs import before_process_batch, process
 from lib_fp8.webui.patching import Patches
 
 _patches = Patches()
@@ -113,6 +114,12 @@ def uninstall() -> None:
     _options.remove()
     releasing.take_networks_out()
     releasing.release_all()
+
+
+def before_process(p: Any) -> None:
+    """A job begins: its overrides are known, but not yet in force."""
+    lora.install(_patches)  # others may have replaced functions since
+    jobs.before_process(p)
 
 
 __all__ = [

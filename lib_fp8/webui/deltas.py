@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from modules import shared
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from lib_fp8.branch import LowRank
-from lib_fp8.capability import without_autocast
+from lib_fp8.capability import is_out_of_memory, without_autocast
 from lib_fp8.webui.slots import OUT_PROJ
 
 _HOSTS = {"networks": "lora_functional", "l_networks": "lyco_functional"}
@@ -110,8 +110,9 @@ class Use:
         )
 
     def factor(self) -> float:
-        """What the product of a plain LoRA's factors is multiplied by."""
-        return self.parts[0].calc_scale() * self.parts[0].multiplier()
+        """What the product of a plain LoRA's factors is multiplied by. Raises MisfitError."""
+        with _asking():
+            return self.parts[0].calc_scale() * self.parts[0].multiplier()
 
 
 def uses_of(layer: torch.nn.Module, layer_name: str) -> tuple[Use, ...]:
@@ -124,7 +125,7 @@ def uses_of(layer: torch.nn.Module, layer_name: str) -> tuple[Use, ...]:
         errors = host.extra_network_lora.errors if host.extra_network_lora is not None else {}
         try:
             parts = _parts_for(net, layer, layer_name)
-        except ValueError as error:
+        except MisfitError as error:
             tell_misfit(net.name, errors, layer_name, error)
             continue
         multipliers = tuple(part.multiplier() for part in parts)
@@ -132,10 +133,6 @@ def uses_of(layer: torch.nn.Module, layer_name: str) -> tuple[Use, ...]:
             contents = tuple(entry for part in parts for entry in _contents(part))
             uses.append(Use(net, parts, (*multipliers, net.dyn_dim), contents, errors))
     return tuple(uses)
-
-
-_STRUCTURE = ("network", "sd_module", "org_module")
-"""Attributes of network modules that lead to the network and to the layer."""
 
 
 _CONTENTS = (torch.Tensor, torch.nn.Module, int, float, type(None))
@@ -159,7 +156,7 @@ _PROJECTIONS = ("_q_proj", "_k_proj", "_v_proj", "_out_proj")
 
 
 def _parts_for(net: Any, layer: torch.nn.Module, layer_name: str) -> tuple[Any, ...]:
-    """A network's modules for a layer, () if it has none. Raises ValueError for a set that cannot be applied."""
+    """A network's modules for a layer, () if it has none. Raises MisfitError for a set that cannot be applied."""
     attention = isinstance(layer, torch.nn.MultiheadAttention)
     single = net.modules.get(layer_name)
     if single is not None and not attention:
@@ -167,10 +164,43 @@ def _parts_for(net: Any, layer: torch.nn.Module, layer_name: str) -> tuple[Any, 
     names = _PROJECTIONS if attention else _PROJECTIONS[:3]
     parts = [net.modules.get(layer_name + name) for name in names]
     if single is not None:
-        raise ValueError("it is made for attention as a whole, and the WebUI adds to the projections by themselves")
+        raise MisfitError("it is made for attention as a whole, and the WebUI adds to the projections by themselves")
     if any(parts) != all(parts):
-        raise ValueError(f"it is made for some of the projections, and the WebUI adds to all {len(names)} or none")
+        raise MisfitError(f"it is made for some of the projections, and the WebUI adds to all {len(names)} or none")
     return tuple(parts) if all(parts) else ()
+
+
+class MisfitError(Exception):
+    """A network cannot be applied to a layer: the fault is its own. The cause is what its code raised."""
+
+
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
+    """What a network's own code raises, on a file from anywhere, is a misfit; what a device raises meanwhile is not."""
+    try:
+        yield
+    except MisfitError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error) or _is_of_the_device(error):
+            raise
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise MisfitError(reason) from error
+
+
+_DEVICE_ERRORS = ("CUDA error", "HIP error", "CUDA driver error", "cuDNN error", "device-side assert")
+"""What torch says of work that failed on a device; it may be told of any work that was given before."""
+
+
+def _is_of_the_device(error: Exception) -> bool:
+    accelerator_error = getattr(torch, "AcceleratorError", None)  # since torch 2.8
+    if accelerator_error is not None and isinstance(error, accelerator_error):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _DEVICE_ERRORS)
+
+
+_one_at_a_time = threading.RLock()
+"""A network is changed while it is asked."""
 
 
 def delta_of(use: Use, key: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -185,10 +215,15 @@ def delta_of(use: Use, key: str, weight: torch.Tensor) -> tuple[torch.Tensor, to
         The difference of the weight, of its shape, and that of the bias or None; float32.
 
     Raises:
-        Exception: whatever the network's own code raises, or ValueError for a shape that does not fit.
+        MisfitError: the network's own code failed, or what it gave does not fit.
     """
     bias_delta = None
-    with without_autocast(weight.device.type), _InFloat32(), _truthful_magnitudes(use.parts):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_one_at_a_time)
+        stack.enter_context(without_autocast(weight.device.type))
+        stack.enter_context(_in_float32(use.parts, weight.device))
+        stack.enter_context(_truthful_magnitudes(use.parts))
+        stack.enter_context(_asking())
         if len(use.parts) == 1:
             delta, bias_delta = use.parts[0].calc_updown(weight)
             delta = _pad_inpainting(delta, weight)
@@ -205,7 +240,7 @@ def delta_of(use: Use, key: str, weight: torch.Tensor) -> tuple[torch.Tensor, to
 
 def _check_shape(what: str, delta: torch.Tensor, shape: torch.Size) -> None:
     if delta.shape != shape:
-        raise ValueError(f"it is made for a {what} of {tuple(delta.shape)}, not {tuple(shape)}")
+        raise MisfitError(f"it is made for a {what} of {tuple(delta.shape)}, not {tuple(shape)}")
 
 
 def _pad_inpainting(delta: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -219,10 +254,17 @@ def low_rank(use: Use, weight: torch.Tensor) -> LowRank | None:
     """A plain LoRA that fits a weight, as a branch with its factors on the device of the weight; None for all else."""
     part = use.parts[0]
     # By the name of the class: each host has one of its own.
-    plain = len(use.parts) == 1 and type(part).__name__ == "NetworkModuleLora" and part.mid_model is None
-    if not plain or part.bias is not None or getattr(part, "dora_scale", None) is not None:
+    plain = len(use.parts) == 1 and type(part).__name__ == "NetworkModuleLora"
+    if not plain or any(getattr(part, name, None) is not None for name in ("mid_model", "bias", "dora_scale")):
         return None
-    up, down = (model.weight.detach().flatten(1).to(weight.device) for model in (part.up_model, part.down_model))
+    models = (getattr(part, name, None) for name in ("up_model", "down_model"))
+    factors = [getattr(model, "weight", None) for model in models]
+    up, down = (
+        factor.detach().flatten(1).to(weight.device) if isinstance(factor, torch.Tensor) and factor.dim() > 1 else None
+        for factor in factors
+    )
+    if up is None or down is None:
+        return None
     if part.network.dyn_dim is not None:
         up, down = up[:, : part.network.dyn_dim], down[: part.network.dyn_dim]
     if up.shape[1] != len(down) or (len(up), down.shape[1]) != (len(weight), weight.numel() // len(weight)):
@@ -230,13 +272,12 @@ def low_rank(use: Use, weight: torch.Tensor) -> LowRank | None:
     return LowRank(up, down, use.factor())
 
 
-def tell_misfit(name: str, errors: dict[str, int], layer_name: str, error: Exception) -> None:
+def tell_misfit(name: str, errors: dict[str, int], layer_name: str, error: MisfitError) -> None:
     """Count an error as the Lora extension does, and say which network, which layer, why; once for each network."""
     errors[name] = errors.get(name, 0) + 1
     if errors[name] == 1:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         print(
-            f"FP8 weight: network {name} does not fit layer {layer_name} and is left out there: {reason} "
+            f"FP8 weight: network {name} does not fit layer {layer_name} and is left out there: {error} "
             "(the WebUI counts further layers below the picture)",
             file=sys.stderr,
         )
@@ -289,32 +330,48 @@ def weight_decomposed(merged: torch.Tensor, magnitude: torch.Tensor) -> torch.Te
     return merged * (magnitude.to(merged).reshape(norm.shape) / norm)
 
 
-_NARROW = {torch.float16, torch.bfloat16} | {
-    getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
-}
+_STRUCTURE = ("network", "sd_module", "org_module")
+"""Attributes of network modules that lead to the network and to the layer."""
 
 
-_QUESTIONS = {"__get__", "__len__", "size", "dim", "numel", "stride", "is_floating_point"}
-"""Functions that do not look at values."""
+@contextlib.contextmanager
+def _in_float32(parts: Iterable[Any], device: torch.device) -> Iterator[None]:
+    """Networks keep their factors in fewer bits; within, they have copies in float32, on a device.
 
-
-class _InFloat32(TorchFunctionMode):
-    """Networks keep their factors in fewer bits; this computes with them in float32.
-
-    Functions that write keep their first argument, which they would otherwise not reach. ``to`` gives copies, because
-    the Lora extension goes on to write into what it gets; they are widened after they were moved.
+    The copies are also there to be written into: the Lora extension adds to what a network holds as if it were a
+    result. All is put back afterwards, but for what a network has put in the place of a copy itself.
     """
+    given: list[tuple[dict[str, Any], str, Any, Any]] = []
+    try:
+        for part in parts:
+            for holder, name in list(_places(part)):
+                value = holder[name]
+                copy = tree_map(lambda leaf: _widened(leaf, device), value)
+                given.append((holder, name, value, copy))
+                holder[name] = copy
+        yield
+    finally:
+        for holder, name, value, copy in reversed(given):
+            if holder.get(name) is copy:
+                holder[name] = value
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in _QUESTIONS:
-            return func(*args, **kwargs)
-        if name == "to":
-            result = _up(func(*args, **kwargs))
-            return result.clone() if result is args[0] else result
-        kept = 1 if name.endswith("_") and not name.endswith("__") else 0
-        return func(*args[:kept], *tree_map(_up, tuple(args[kept:])), **tree_map(_up, kwargs))
+
+def _places(part: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where a network module holds tensors: attributes, collections, parameters and buffers of modules within."""
+    for name, value in vars(part).items():
+        if name in _STRUCTURE:
+            continue
+        if isinstance(value, torch.nn.Module):
+            for module in value.modules():
+                for store in (module._parameters, module._buffers):
+                    yield from ((store, inner) for inner in store)
+        elif isinstance(value, (torch.Tensor, list, tuple, dict)):
+            yield vars(part), name
 
 
-def _up(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _NARROW else value
+def _widened(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    dtype = torch.float32 if value.element_size() < 4 else value.dtype
+    moved = value.detach().to(device)  # first, while it is short
+    return moved.to(dtype, copy=moved.device == value.device)

@@ -67,7 +67,7 @@ def _convert(part: torch.nn.Module, policy: Policy | None, originals: Originals 
             stays = policy is not None and bool(packed) and weight.format.name == policy.format
             found = None
             if originals is not None and (copies is not None or not stays):
-                found = originals.find(first, weight, untouched=True)
+                found = originals.find(first, weight)
             if not stays:
                 decoded += found is None
                 plain = weight.dequantize() if found is None else found.value

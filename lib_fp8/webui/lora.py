@@ -18,9 +18,11 @@ import torch
 from modules import shared
 
 from lib_fp8.branch import Branch, Computed, LowRank
-from lib_fp8.capability import is_out_of_memory
 from lib_fp8.source import COPY, FILE, Originals
+from lib_fp8.webui import backups
+from lib_fp8.webui.backups import Backup
 from lib_fp8.webui.deltas import (
+    MisfitError,
     Use,
     delta_of,
     hosts,
@@ -31,10 +33,19 @@ from lib_fp8.webui.deltas import (
     wanted,
     wanted_names,
 )
+from lib_fp8.webui.marks import Mark, QuantWeightMark, Verdict, mark_of
 from lib_fp8.webui.pace import Pace
 from lib_fp8.webui.patching import Patches
 from lib_fp8.webui.settings import LORA_AT_RUN_TIME, LORA_FROM_COPY, lora_choice
-from lib_fp8.webui.slots import Changes, OriginalGoneError, Slots, WeightSlot, slots_of
+from lib_fp8.webui.slots import (
+    LAYER_CLASSES,
+    Changes,
+    OriginalGoneError,
+    Slots,
+    WeightSlot,
+    parameter_at,
+    slots_of,
+)
 from lib_fp8.webui.storage import Record, record_of
 
 RUN_TIME = "run time"
@@ -47,24 +58,37 @@ _NAMES = "network_current_names"
 """Attribute of a layer: the Lora extension's own; whoever resets it wants the networks to be merged anew."""
 
 
-_FUNCTIONS = (
-    "network_apply_weights",
-    "network_forward",
-    "network_restore_weights_from_backup",
-    "network_reset_cached_weight",
-)
-
-
 def install(patches: Patches) -> None:
     """Take over the merging of networks, from every Lora extension that is loaded and was not there before.
 
-    One that lacks a function keeps its own code, which is right on 8-bit weights too, if less exact.
+    One that lacks a function keeps its own code, which is right on 8-bit weights too, if less exact. One whose
+    function others have replaced since, without calling what they replaced, is taken over again.
     """
-    replacements = (_applying, _acting_beside, _restoring, _resetting)
     for host in hosts():
-        if all(hasattr(host, name) for name in _FUNCTIONS) and not patches.replaces(host, _FUNCTIONS[0]):
-            for name, make in zip(_FUNCTIONS, replacements):
+        if not all(hasattr(host, name) for name in _FUNCTIONS):
+            continue
+        for name, make in _FUNCTIONS.items():
+            if not (patches.replaces(host, name) and _is_reached(host, name)):
                 patches.replace(host, name, make)
+    for cls in LAYER_CLASSES if hosts() else ():
+        for name, make_backup in _BACKUPS.items():
+            if not hasattr(cls, name):
+                patches.define(cls, name, Backup(name, make_backup, _forget_backups))
+
+
+class _Probe(torch.nn.Module):
+    """A layer without a name, which no Lora extension touches; it shows whether a call comes through."""
+
+    was_seen = False
+
+
+def _is_reached(host: Any, name: str) -> bool:
+    """Whether calling a function of a Lora extension, or what others have put around it, ends here."""
+    probe = _Probe()
+    arguments = (probe,) if name == "network_apply_weights" else (probe, torch.zeros(1, 1), lambda _, x: x)
+    with contextlib.suppress(Exception):  # the function of somebody else
+        getattr(host, name)(*arguments)
+    return probe.was_seen
 
 
 _pace = Pace()
@@ -72,7 +96,9 @@ _pace = Pace()
 
 def _applying(original: Callable[..., None]) -> Callable[..., None]:
     def network_apply_weights(self: torch.nn.Module) -> None:
-        if not _bring_up_to_date(self):
+        if isinstance(self, _Probe):
+            self.was_seen = True
+        elif not _bring_up_to_date(self):
             original(self)
 
     return network_apply_weights
@@ -84,7 +110,7 @@ def _bring_up_to_date(layer: torch.nn.Module) -> bool:
     if layer_name is None:
         return True
     note = _note_on(layer)
-    record = record_of(shared.sd_model) if note is None else note.record
+    record = record_of(shared.sd_model) if note is None or note.record.is_void else note.record
     if record.originals is None:
         return False
     now = wanted(layer)
@@ -95,9 +121,11 @@ def _bring_up_to_date(layer: torch.nn.Module) -> bool:
     if slots is None:
         return False
     uses = uses_of(layer, layer_name)
-    if note is None or not note.holds(uses, changing):
-        with torch.no_grad():
-            note = _change(record, layer, slots, uses, changing)
+    with torch.no_grad():
+        _heed_others(record, layer, slots)
+        note = _put_assigned_back(layer, slots)
+        if not note.holds(uses, changing):
+            note = _change(layer, slots, uses, changing)
     names = wanted_names(layer)
     vars(layer).update({_NAMES: names, _NOTE: replace(note, wanted=now, names=names)})
     return True
@@ -107,38 +135,63 @@ def _acting_beside(original: Callable[..., Any]) -> Callable[..., Any]:
     """With lora_functional the Lora extension restores the layer at each call, and adds what its networks give."""
 
     def network_forward(layer: torch.nn.Module, *args: Any) -> Any:
+        if isinstance(layer, _Probe):
+            layer.was_seen = True
+            return None
         if not _bring_up_to_date(layer):
             return original(layer, *args)
+        names = vars(layer).get(_NAMES)
         vars(layer)[_IS_READY] = True
         try:
             return original(layer, *args)
         finally:
-            vars(layer).pop(_IS_READY, None)
+            for name in (_IS_READY, *_BACKUPS):
+                vars(layer).pop(name, None)
+            if names is not None:
+                vars(layer)[_NAMES] = names
 
     return network_forward
 
 
-def _restoring(original: Callable[..., None]) -> Callable[..., None]:
-    def network_restore_weights_from_backup(self: torch.nn.Module) -> None:
-        if _IS_READY not in vars(self):
-            _take_out(self)
-            original(self)
-
-    return network_restore_weights_from_backup
+_FUNCTIONS = {"network_apply_weights": _applying, "network_forward": _acting_beside}
+"""What is replaced in a Lora extension. All else that it does to a layer goes through ``_BACKUPS``."""
 
 
-def _resetting(original: Callable[..., None]) -> Callable[..., None]:
-    """The weights are about to be loaded."""
+def _weights_backup(layer: torch.nn.Module) -> Any:
+    slots, note = _networks_in(layer)
+    with torch.inference_mode(False), torch.no_grad():
+        for slot in slots.weights:
+            if slot.key in note.changes:
+                _find_original(note.record, layer, slot, note.changes)
+        values = tuple(slot.without_networks(note.changes) for slot in slots.weights)
+    return values if len(values) > 1 else values[0]
 
-    def network_reset_cached_weight(self: torch.nn.Module) -> None:
-        if _IS_READY in vars(self):
-            return
-        note, slots = vars(self).pop(_NOTE, None), slots_of(self)
-        if note is not None and slots is not None:
-            slots.abandon(note.changes)
-        original(self)
 
-    return network_reset_cached_weight
+def _bias_backup(layer: torch.nn.Module) -> torch.Tensor | None:
+    slots, note = _networks_in(layer)
+    return slots.bias.without_networks(note.changes)
+
+
+def _networks_in(layer: torch.nn.Module) -> tuple[Slots, _Note]:
+    """What networks did to a layer. Raises AttributeError where there are none in it, or where they act beside it."""
+    note, slots = _note_on(layer), slots_of(layer)
+    if note is not None and slots is not None and _IS_READY not in vars(layer):
+        note = _heed_others(note.record, layer, slots)
+        if note.marks:
+            return slots, note
+    raise AttributeError("no networks are in this layer")
+
+
+def _forget_backups(layer: torch.nn.Module) -> None:
+    """What the layer holds from now on is what it is without networks; others say so before they load its weights."""
+    note, slots = _note_on(layer), slots_of(layer)
+    if note is None or slots is None or _IS_READY in vars(layer):
+        return
+    slots.leave_to_loading(note.changes)
+    vars(layer)[_NOTE] = replace(note, was_reset=True)
+
+
+_BACKUPS = {backups.WEIGHTS: _weights_backup, backups.BIAS: _bias_backup}
 
 
 @dataclass(frozen=True)
@@ -150,8 +203,10 @@ class _Note:
         uses: the networks that act on it.
         changing: whether their strengths were found to change from step to step.
         changes: which parameters are not as they were loaded.
+        marks: what each parameter that networks are in, merged or at run time, is known by.
         parts: for each branch of the first weight, the network module that it was made of.
         is_whole: False while parameters are being written; if that fails, they are written anew at the next call.
+        was_reset: others said that what the layer holds from then on is what it is without networks.
         wanted: all networks that the layer was brought to, whether or not they act on it.
         names: what was put down for them in the Lora extension's books.
     """
@@ -160,8 +215,10 @@ class _Note:
     uses: tuple[Use, ...] = ()
     changing: bool = False
     changes: Changes = field(default_factory=Changes)
+    marks: dict[str, Mark] = field(default_factory=dict)
     parts: tuple[Any, ...] = ()
     is_whole: bool = True
+    was_reset: bool = False
     wanted: list[Any] | None = None
     names: tuple[Any, ...] | None = None
 
@@ -172,6 +229,8 @@ class _Note:
             and self.names is vars(layer).get(_NAMES)
             and self.changing == changing
             and self.is_whole
+            and not (self.was_reset or self.record.is_void)
+            and all(mark.is_on(parameter_at(layer, key)) for key, mark in self.marks.items())
             and all(use.is_current() for use in self.uses)
         )
 
@@ -185,9 +244,54 @@ def _note_on(layer: torch.nn.Module) -> _Note | None:
     return vars(layer).get(_NOTE)
 
 
-def _change(record: Record, layer: torch.nn.Module, slots: Slots, uses: tuple[Use, ...], changing: bool) -> _Note:
-    """Bring the parameters of a layer to these networks; if that fails, the next call begins from the originals."""
+def _heed_others(record: Record, layer: torch.nn.Module, slots: Slots) -> _Note:
+    """Bring the note on a layer up to what others did to its parameters since, and put it down.
+
+    What they replaced as a whole, by loading or assigning, is from then on what the layer holds without networks: the
+    file, or the copy, is no original of it any more unless it proves to be, and networks are brought to it anew.
+    What they wrote in place while networks were in it (``weight += x``, ``weight[:4] = x``) goes when the networks
+    change, as it does where the Lora extension merges by itself: nobody can tell it from the networks then. Into
+    a plain parameter even ``copy_`` is such a write, unless the backups were reset before it.
+
+    Args:
+        record: that of the model which the layer belongs to.
+        layer: the layer.
+        slots: those of the layer.
+    """
     note = _note_on(layer) or _Note(record)
+    is_void, changes, marks, replaced = note.record.is_void, note.changes, dict(note.marks), set()
+    for key, mark in note.marks.items():
+        parameter = parameter_at(layer, key)
+        verdict = mark.verdict(parameter, thoroughly=note.was_reset or is_void)
+        if verdict is Verdict.REPLACED:
+            replaced.add(key)
+            del marks[key]
+        elif not mark.is_on(parameter) and note.is_whole:
+            marks[key] = mark_of(parameter)
+            if isinstance(mark, QuantWeightMark) and verdict is Verdict.BUILT_ON and key not in changes:
+                changes = changes.and_also(Changes({key: FILE}, contents={key: mark.contents}))
+    if is_void:  # of what was not loaded since, nothing but a copy can be had
+        replaced |= {key for key in changes.sources if key not in changes.backups}
+    is_whole = note.is_whole and not replaced and not is_void
+    changes = changes.without(replaced)
+    note = replace(note, record=record, changes=changes, marks=marks, is_whole=is_whole, was_reset=False)
+    vars(layer)[_NOTE] = note
+    return note
+
+
+def _put_assigned_back(layer: torch.nn.Module, slots: Slots) -> _Note:
+    """If others have assigned a backup, do what the Lora extension does: it is what the layer is without networks."""
+    weights, bias = (vars(layer).pop(name, None) for name in _BACKUPS)
+    if weights is not None:
+        slots.put_back(weights, bias)
+        vars(layer)[_NOTE] = replace(vars(layer)[_NOTE], changes=Changes(), marks={}, is_whole=False)
+    return vars(layer)[_NOTE]
+
+
+def _change(layer: torch.nn.Module, slots: Slots, uses: tuple[Use, ...], changing: bool) -> _Note:
+    """Bring the parameters of a layer to these networks; if that fails, the next call begins from the originals."""
+    note: _Note = vars(layer)[_NOTE]
+    record = note.record
     at_run_time = changing or record.lora == LORA_AT_RUN_TIME
     for slot in slots.weights:
         if slot.key in note.changes or (uses and not (at_run_time and slot.in_8_bits)):
@@ -196,10 +300,11 @@ def _change(record: Record, layer: torch.nn.Module, slots: Slots, uses: tuple[Us
     known = _known_branches(note, slots, uses) if at_run_time else {}
     parts = _collect(layer, slots, uses, at_run_time, known)
     changes = slots.changes(note.changes)
-    between = changes.and_also(note.changes)
-    vars(layer)[_NOTE] = replace(note, changes=between, is_whole=False)
-    slots.write(between)
-    return _Note(record, uses, changing, changes, parts)
+    between, marks = changes.and_also(note.changes), dict(note.marks)
+    vars(layer)[_NOTE] = replace(note, changes=between, marks=marks, is_whole=False)
+    slots.write(between, marks)
+    vars(layer)[_NOTE] = note = _Note(record, uses, changing, changes, marks, parts)
+    return note
 
 
 def _find_original(record: Record, layer: torch.nn.Module, slot: WeightSlot, changes: Changes) -> None:
@@ -222,7 +327,7 @@ def _known_branches(note: _Note, slots: Slots, uses: tuple[Use, ...]) -> dict[An
     The tensors of a plain LoRA are on the device already, and other networks were seen to fit.
     """
     slot = slots.weights[0]
-    if len(slots.weights) > 1 or slots.bias.key in note.changes:
+    if len(slots.weights) > 1 or slots.bias.key in note.changes or not note.is_whole:
         return {}
     branches = dict(zip(note.parts, getattr(slot.parameter, "branches", ())))
     before = {use.parts[0]: use for use in note.uses}
@@ -243,9 +348,7 @@ def _collect(
         try:
             branch = _whole_branch(use, slots, known) if at_run_time else None
             found = [] if branch else [delta_of(use, slot.key, slot.base) for slot in slots.weights]
-        except Exception as error:  # another's code on a file from anywhere: whatever it raises, the picture goes on
-            if is_out_of_memory(error):
-                raise
+        except MisfitError as error:
             tell_misfit(use.network.name, use.errors, getattr(layer, "network_layer_name", ""), error)
             continue
         parts.append(use.parts[0])
@@ -281,7 +384,9 @@ def _take_out(layer: torch.nn.Module) -> None:
     note, slots = _note_on(layer), slots_of(layer)
     if note is not None and slots is not None:
         with torch.no_grad():
-            _change(note.record, layer, slots, (), False)
+            _heed_others(note.record, layer, slots)
+            _put_assigned_back(layer, slots)
+            _change(layer, slots, (), False)
         vars(layer).pop(_NOTE)
         vars(layer)[_NAMES] = ()
 
@@ -297,7 +402,7 @@ def forget(model: torch.nn.Module) -> None:
         try:
             if _note_on(layer) is not None:
                 _take_out(layer)
-            elif vars(layer).get("network_weights_backup") is not None:
+            elif vars(layer).get(backups.WEIGHTS) is not None:
                 _take_out_as_the_host_does(layer)
         except OriginalGoneError as error:
             problem = error
@@ -320,7 +425,7 @@ def take_out_of_layers_not_in(model: torch.nn.Module, names: Container[str]) -> 
     """Take networks out of the layers that a state dict does not name, before it is loaded."""
     for layer in model.modules():
         note, slots = _note_on(layer), slots_of(layer)
-        if note is None or slots is None or note.record.originals is None:
+        if note is None or slots is None or note.record.is_void or note.record.originals is None:
             continue
         named = [note.record.originals.names.get(slot.owner) for slot in slots.weights]
         if any(name not in names for name in named):
@@ -343,7 +448,7 @@ def _sources(model: torch.nn.Module) -> Iterator[tuple[WeightSlot, str]]:
     """Every weight that networks act on now, with where its original came from, or ``RUN_TIME``."""
     for layer in model.modules():
         note, slots = _note_on(layer), slots_of(layer)
-        if note is None or slots is None:
+        if note is None or slots is None or note.record.is_void:
             continue
         for slot in slots.weights:
             if getattr(slot.parameter, "branches", ()):

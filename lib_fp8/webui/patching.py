@@ -17,6 +17,7 @@ class Patches:
         self._applied: list[tuple[Any, str]] = []
         self._replacements: dict[tuple[Any, str], Callable[..., Any]] = {}
         self._inherited: set[tuple[Any, str]] = set()
+        self._defined: set[tuple[Any, str]] = set()
 
     def replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace ``owner.name`` by what ``make(original)`` returns; again if others have put theirs there."""
@@ -32,8 +33,14 @@ class Patches:
         if inherits:
             self._inherited.add((owner, name))
 
+    def define(self, owner: type, name: str, value: object) -> None:
+        """Give a class an attribute that it does not have."""
+        setattr(owner, name, value)
+        self._applied.append((owner, name))
+        self._defined.add((owner, name))
+
     def replaces(self, owner: Any, name: str) -> bool:
-        """Whether ``owner.name`` is replaced."""
+        """Whether ``owner.name`` is replaced, or defined."""
         return (owner, name) in self._applied
 
     def is_outermost(self, owner: Any, name: str) -> bool:
@@ -57,6 +64,10 @@ class Patches:
             self._undo(owner, name)
 
     def _undo(self, owner: Any, name: str) -> None:
+        if (owner, name) in self._defined:
+            self._defined.discard((owner, name))
+            delattr(owner, name)
+            return
         del self._replacements[owner, name]
         patches.undo(_KEY, owner, name)
         if (owner, name) in self._inherited:

@@ -72,6 +72,7 @@ class Record:
             converted or moved. Every layer holds its weight, if not as ``applied`` says.
         origin: where its weights came from; None if that was not seen.
         note: what the user should know of its weights.
+        is_void: it is the record of no model any more; what is noted of layers under it was of another load.
     """
 
     applied: Storage = FULL_PRECISION
@@ -85,6 +86,7 @@ class Record:
     is_unfinished: bool = False
     origin: Origin | None = None
     note: str | None = None
+    is_void: bool = False
 
 
 def record_of(model: torch.nn.Module) -> Record:
@@ -105,5 +107,8 @@ def set_record(model: torch.nn.Module, record: Record) -> None:
 def drop_record(model: torch.nn.Module) -> None:
     """Forget everything about a model."""
     former = model.__dict__.pop(_ATTRIBUTE, None)
-    if former is not None and former.originals is not None:
+    if former is None:
+        return
+    former.is_void = True
+    if former.originals is not None:
         former.originals.release()

@@ -24,7 +24,10 @@ STANDINS = Path(__file__).parent / "standins"
 SCRIPT = ROOT / "scripts" / "fp8_weight.py"
 FOREIGN = ("modules", "gradio", "fastapi", "networks", "network_families", "scripts")
 LAYER_TYPES = (nn.Module, nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
-PATCHED = ("forward", "load_state_dict", "_load_from_state_dict")
+PATCHED = (
+    *("forward", "load_state_dict", "_load_from_state_dict", "state_dict"),
+    *("network_weights_backup", "network_bias_backup"),
+)
 
 
 def _is_ours(name: str) -> bool:

@@ -152,7 +152,8 @@ def network_forward(org_module, input, original_forward):
 def network_reset_cached_weight(self):
     self.network_current_names = ()
     self.network_weights_backup = None
-    self.network_bias_backup = None
+    if at_least(7):
+        self.network_bias_backup = None
 
 
 _LAYERS = (
