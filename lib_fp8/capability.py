@@ -1,4 +1,4 @@
-"""What this torch and this device can do with 8-bit dtypes: probed once, never read off a version number."""
+"""What this torch can do on a device, probed and never read off a version number; and its words for "out of memory"."""
 
 from __future__ import annotations
 
@@ -7,40 +7,6 @@ import functools
 from typing import Any
 
 import torch
-
-_PROBE_VALUES = (0.5, -2.0, 0.0, 96.0)
-"""Values that every 8-bit dtype offered here holds exactly, so that a round trip shows whether casts work."""
-
-
-@functools.lru_cache(maxsize=None)
-def storage_problem(dtype_name: str, device_type: str) -> str | None:
-    """Say why a device cannot store and cast a dtype; None if it can.
-
-    Args:
-        dtype_name: name of the dtype in torch, such as ``float8_e4m3fn``.
-        device_type: ``cpu``, ``cuda``, ``mps``, ...; ``meta`` stores whatever torch knows.
-
-    Returns:
-        One line for the user, or None. The answer is cached: a device does not learn while it runs.
-    """
-    dtype = getattr(torch, dtype_name, None)
-    if not isinstance(dtype, torch.dtype):
-        return f"torch {torch.__version__} has no {dtype_name}"
-    if device_type == "meta" or not dtype.is_floating_point:
-        return None
-    try:
-        values = torch.tensor(_PROBE_VALUES).to(device_type)
-        stored = torch.empty_like(values, dtype=dtype).copy_(values.to(dtype))
-        moved = stored.clone().cpu().to(device_type)
-        back = [moved.to(other).float().cpu().tolist() for other in (torch.float32, torch.float16)]
-    except Exception as error:  # whatever the backend raises, the answer is the same: not here
-        if is_out_of_memory(error):
-            raise
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        return f"{device_type} cannot hold {dtype_name} ({reason})"
-    if any(values != list(_PROBE_VALUES) for values in back):
-        return f"{device_type} does not cast {dtype_name} correctly"
-    return None
 
 
 @functools.lru_cache(maxsize=None)
@@ -90,10 +56,34 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
     return torch.autocast(device_type, enabled=False) if autocast_enabled(device_type) else contextlib.nullcontext()
 
 
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-"""The words of the allocators of CUDA and MPS, of the CPU, and of CUDA's libraries."""
+_OUT_OF_MEMORY_TYPES = (MemoryError, torch.cuda.OutOfMemoryError, getattr(torch, "OutOfMemoryError", MemoryError))
+_OUT_OF_MEMORY = (
+    "out of memory",  # CUDA, HIP, MPS, XPU
+    "out_of_memory",  # the CUDA driver: CUDA_ERROR_OUT_OF_MEMORY
+    "outofmemory",  # hipErrorOutOfMemory, DirectX's E_OUTOFMEMORY
+    "alloc_failed",  # cuBLAS, cuDNN, cuSOLVER, hipBLAS: CUBLAS_STATUS_ALLOC_FAILED
+    "allocfailed",  # MIOpen: miopenStatusAllocFailed
+    "rocblas_status_memory_error",
+    "out_of_device_memory",  # Level Zero, which XPU computes with
+    "out_of_host_memory",
+    "out_of_resources",
+    "could not allocate tensor",  # DirectML
+    "not enough gpu video memory",
+    "failed to allocate private mtlbuffer",  # MPS
+    "invalid buffer size:",
+    "can't allocate memory",  # torch's allocator for the CPU
+    "not enough memory",  # the same on Windows
+    "cannot allocate memory",  # Linux and macOS, when a file is mapped
+    "os error 1455",  # Windows: the paging file is too small
+    "bad allocation",  # C++
+    "bad_alloc",
+)
+"""Words of the allocators of devices and of the machine, in lower case."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory has run out, of a device or of the machine."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
+    if isinstance(error, _OUT_OF_MEMORY_TYPES):
+        return True
+    said = str(error).lower()
+    return any(words in said for words in _OUT_OF_MEMORY)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lib_fp8 import formats
+from lib_fp8.capability import is_out_of_memory
 from lib_fp8.formats import Format
 from lib_fp8.policy import LayerPlan, Policy, plan, quantized_layers
 from lib_fp8.quantize import row_absmax
@@ -39,13 +40,25 @@ class ConversionError(RuntimeError):
         self.whole = whole
 
 
-def usable_format(policy: Policy, device: torch.device) -> tuple[Format, str | None]:
-    """The format of a policy, or int8 where the device cannot hold it, then with the line that tells the user."""
+def usable_format(policy: Policy, device: torch.device) -> tuple[Format | None, str | None]:
+    """The format of a policy, or what takes over where the device cannot use it, then with a line for the user.
+
+    Returns:
+        The format, None where the device can use no format at all; and the line, None where nothing took over.
+
+    Raises:
+        Exception: the device has no memory for trying.
+    """
     wanted = formats.get_format(policy.format)
-    problem = wanted.problem(device)
-    if problem is None:
-        return wanted, None
-    return formats.FALLBACK, f"{problem}: {formats.FALLBACK.name} is used instead of {wanted.name}"
+    problems = []
+    for candidate in dict.fromkeys((wanted, *formats.FALLBACKS)):
+        if (problem := candidate.problem(device)) is not None:
+            problems.append(problem)
+        elif candidate is wanted:
+            return wanted, None
+        else:
+            return candidate, f"{problems[0]}: {candidate.name} is used instead of {wanted.name}"
+    return None, f"{'; '.join(dict.fromkeys(problems))}: the weights stay in full precision"
 
 
 class _Packer:
@@ -67,20 +80,26 @@ class _Packer:
             self._progress(layer)
         self._outcomes[layer.name] = kept_because
 
-    def pack(self, layer: LayerPlan, weight: torch.Tensor) -> QuantWeight | None:
-        """Pack one weight; None where it must stay as it is."""
-        if weight.dtype not in LOGICAL_DTYPES:
-            self.settle(layer, f"{weight.dtype} weight")
+    def pack(self, layer: LayerPlan, weight: torch.Tensor, dtype: torch.dtype | None = None) -> QuantWeight | None:
+        """Pack one weight, rounded to a dtype before; None where it must stay as it is.
+
+        What a device has no memory for is packed on the CPU and stays there. The bits are the same.
+
+        Raises:
+            ConversionError: its cause is what packing raised; out of memory only if the CPU had none either.
+        """
+        if (dtype or weight.dtype) not in LOGICAL_DTYPES:
+            self.settle(layer, f"{dtype or weight.dtype} weight")
             return None
         start = time.perf_counter()
         try:
             storage_format, note = usable_format(self._policy, weight.device)
-            absmax = row_absmax(weight)
-            packed = None
-            if bool(torch.isfinite(absmax).all()):
-                packed = QuantWeight.from_weight(weight, storage_format, absmax)
-                if self._keep is not None:
-                    self._keep(layer.module, weight)
+            if note is not None:
+                self._notes[note] = None
+            if storage_format is None:
+                self.settle(layer, "no format that the device can use")
+                return None
+            packed = self._pack_with_memory(layer, weight, storage_format, dtype)
         except Exception as error:
             raise ConversionError(f"layer {layer.name} could not be packed: {error}") from error
         finally:
@@ -89,10 +108,31 @@ class _Packer:
             self.settle(layer, "NaN or infinity in the weight")
         else:
             self._format_name = storage_format.name
-            if note is not None:
-                self._notes[note] = None
-            if storage_format.scale_of is None and bool((absmax > storage_format.largest).any()):
-                self._clamped.add(layer.name)
+        return packed
+
+    def _pack_with_memory(
+        self, layer: LayerPlan, weight: torch.Tensor, storage_format: Format, dtype: torch.dtype | None
+    ) -> QuantWeight | None:
+        try:
+            return self._pack_finite(layer, weight, storage_format, dtype)
+        except Exception as error:
+            if weight.device.type == "cpu" or not is_out_of_memory(error):
+                raise
+        # Not in the handler: while it lasts, the traceback holds what packing has taken of the device already.
+        return self._pack_finite(layer, weight.to("cpu"), storage_format, dtype)
+
+    def _pack_finite(
+        self, layer: LayerPlan, weight: torch.Tensor, storage_format: Format, dtype: torch.dtype | None
+    ) -> QuantWeight | None:
+        weight = weight.to(dtype or weight.dtype)
+        absmax = row_absmax(weight)
+        if not bool(torch.isfinite(absmax).all()):
+            return None
+        packed = QuantWeight.from_weight(weight, storage_format, absmax)
+        if self._keep is not None:
+            self._keep(layer.module, weight)
+        if storage_format.scale_of is None and bool((absmax > storage_format.largest).any()):
+            self._clamped.add(layer.name)
         return packed
 
     def report(self, model: torch.nn.Module) -> Report:
@@ -165,7 +205,7 @@ def _convert_models(
                 continue
             if id(weight) not in shared:
                 packed = packer.pack(layer, weight.detach())
-                shared[id(weight)] = None if packed is None else _to_host(layer, packed)
+                shared[id(weight)] = None if packed is None else _moved(layer, packed, torch.device("cpu"))
             if (waiting := shared[id(weight)]) is not None:
                 staged.append((layer, waiting, weight.device))
                 packer.settle(layer, None)
@@ -180,23 +220,19 @@ def _convert_models(
     return [packer.report(model) for packer, (model, _) in zip(packers, targets)]
 
 
-def _to_host(layer: LayerPlan, packed: QuantWeight) -> QuantWeight:
+def _moved(layer: LayerPlan, packed: QuantWeight, device: torch.device, *, whole: bool = True) -> QuantWeight:
     try:
-        return packed.to("cpu")  # type: ignore[return-value]
+        return packed.to(device)  # type: ignore[return-value]
     except Exception as error:
-        raise ConversionError(f"layer {layer.name} could not be moved to the CPU: {error}") from error
+        raise ConversionError(f"layer {layer.name} could not be moved to {device}: {error}", whole=whole) from error
 
 
 def _place(staged: list[tuple[LayerPlan, QuantWeight, torch.device]], placed: dict[int, torch.nn.Parameter]) -> None:
     """Give all layers their weights; those that are placed already are known by the id of what they were made of."""
     for layer, waiting, device in staged:
         if id(waiting) not in placed:
-            try:
-                placed[id(waiting)] = torch.nn.Parameter(waiting.to(device), requires_grad=False)
-            except Exception as error:
-                raise ConversionError(
-                    f"layer {layer.name} could not be moved to {device}: {error}", whole=not placed
-                ) from error
+            moved = _moved(layer, waiting, device, whole=not placed)
+            placed[id(waiting)] = torch.nn.Parameter(moved, requires_grad=False)
         layer.module._parameters["weight"] = placed[id(waiting)]
 
 
@@ -324,11 +360,10 @@ class StreamingConversion:
             if weight is None or weight.is_meta:
                 return
             if not isinstance(weight, QuantWeight):
-                plain = weight.detach() if self._dtype is None else weight.detach().to(self._dtype)
-                packed = packer.pack(layer, plain)
+                packed = packer.pack(layer, weight.detach(), self._dtype)
                 if packed is None:
                     return
-                self._set_weight(module, packed)
+                self._set_weight(module, _moved(layer, packed, weight.device))
             packer.settle(layer, None)
 
         return pack_after_load

@@ -5,15 +5,15 @@ from lib_fp8.formats.float8 import E4M3FN, E4M3FN_UNSCALED, E5M2
 from lib_fp8.formats.int8 import INT8
 
 DEFAULT = E4M3FN
-FALLBACK = INT8
-"""What takes over where a float8 format cannot be stored."""
+FALLBACKS = (INT8, E4M3FN, E5M2)
+"""What takes over where a format cannot be used, the first that can."""
 
 __all__ = [
     "DEFAULT",
     "E4M3FN",
     "E4M3FN_UNSCALED",
     "E5M2",
-    "FALLBACK",
+    "FALLBACKS",
     "INT8",
     "Format",
     "UnknownFormatError",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lib_fp8.capability import storage_problem
+from lib_fp8.formats.probe import format_problem
 
 
 class UnknownFormatError(ValueError):
@@ -55,8 +55,8 @@ class Format:
         return math.ldexp(math.floor(math.ldexp(mantissa, self.significant_bits)), exponent - self.significant_bits)
 
     def problem(self, device: torch.device | str) -> str | None:
-        """One line that says why this format cannot be used on a device, or None if it can."""
-        return storage_problem(self.storage_dtype_name, torch.device(device).type)
+        """One line that says why this format cannot be used on a device, or None if it can; found out by trying."""
+        return format_problem(self, torch.device(device).type)
 
 
 _registry: dict[str, Format] = {}

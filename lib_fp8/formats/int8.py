@@ -6,8 +6,11 @@ bits is then exact in float32, so that decoding to any dtype rounds once.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from lib_fp8.capability import is_out_of_memory
 from lib_fp8.formats.base import Format, register
 
 _LARGEST = 127  # -128 is left out: the format is symmetric
@@ -31,9 +34,24 @@ def _encode(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 def _decode(qdata: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     assert scale is not None
-    if qdata.device.type == "cpu":
-        return qdata.to(dtype).mul_(scale)  # a product of different dtypes would cast a copy of qdata first
-    return torch.mul(qdata, scale, out=torch.empty_like(qdata, dtype=dtype))  # one kernel, which casts as it goes
+    if _multiplies_and_casts(qdata.device.type):
+        return torch.mul(qdata, scale, out=torch.empty_like(qdata, dtype=dtype))
+    return qdata.to(torch.float32).mul_(scale).to(dtype)
+
+
+@functools.lru_cache(maxsize=None)
+def _multiplies_and_casts(device_type: str) -> bool:
+    """Whether a product of int8 and float32 into another dtype is one kernel, which casts as it goes."""
+    if device_type == "cpu":
+        return False  # it would cast a copy of each operand first
+    try:
+        factor = torch.full((1, 1), 0.5, device=device_type)
+        codes = torch.full((1, 2), 3, dtype=torch.int8, device=device_type)
+        return torch.mul(codes, factor, out=torch.empty_like(codes, dtype=torch.float16)).tolist() == [[1.5, 1.5]]
+    except Exception as error:  # whatever the backend raises
+        if is_out_of_memory(error):
+            raise
+        return False
 
 
 INT8 = register(

@@ -136,7 +136,9 @@ def _converting_load(original: Callable[..., Any]) -> Callable[..., Any]:
         if refused == (wanted, lora_choice()) and checkpoint_info.filename == model.sd_checkpoint_info.filename:
             wanted, problem = FULL_PRECISION, record_of(model).problem
         if wanted == FULL_PRECISION and not any(quantized_layers(target.module) for target in targets):
-            set_record(model, Record(refused=refused, problem=problem, origin=record_of(model).origin))
+            record = Record(applied=wanted, refused=refused, problem=problem, origin=record_of(model).origin)
+            set_record(model, record)
+            summarise(record)
             with whole_or_stale(model):
                 return original(model, checkpoint_info, state_dict, timer)
         if state_dict is not None and _is_new(model):

@@ -333,6 +333,8 @@ def wanted_storage(model: torch.nn.Module) -> Storage:
     chosen = (kind for kind in TEXT_ENCODERS if _value(TEXT_ENCODER_KEYS[kind]))
     # Asked of the device that computes: with --medvram the weights wait on the CPU, which can hold more formats.
     storage_format, note = usable_format(policy, devices.device)
+    if storage_format is None:
+        return replace(FULL_PRECISION, note=note)
     return Storage(replace(policy, format=storage_format.name), frozenset((UNET, *chosen)), note)
 
 

@@ -25,11 +25,11 @@ from lib_fp8 import (
     ConversionError,
     Policy,
     QuantWeight,
-    capability,
     convert_model,
     get_format,
     qweight,
 )
+from lib_fp8.formats import probe
 from webui.card import CARD, Card
 from webui.nets import KEPT, ON, TO_OUT, TO_Q
 from webui.test_moving import on_card
@@ -222,7 +222,7 @@ class TestConvertModel:
         before = snapshot(model)
         self.failing_moves(monkeypatch, 1, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
         with pytest.raises(
-            ConversionError, match=r"layer 1 could not be moved to the CPU: .* can't allocate"
+            ConversionError, match=r"layer 1 could not be moved to cpu: .* can't allocate"
         ) as caught:
             convert_model(model, Policy("int8", ()))
         assert caught.value.whole
@@ -550,10 +550,10 @@ def test_another_extension_fails_whenever_it_is_called(host, nets, monkeypatch):
 def test_no_memory_for_trying_a_format(newest):
     """It is no reason to believe that the device cannot hold it, until the WebUI is closed."""
     need_format(FORMAT_BY_DEFAULT)
-    capability.storage_problem.cache_clear()
+    probe.format_problem.cache_clear()
     newest.checkpoint()
     with contextlib.suppress(RuntimeError), FaultAt(1, FAULTS["out of memory"]()):
         get_format(FORMAT_BY_DEFAULT).problem("cpu")
     problem = get_format(FORMAT_BY_DEFAULT).problem("cpu")
-    capability.storage_problem.cache_clear()
+    probe.format_problem.cache_clear()
     assert problem is None

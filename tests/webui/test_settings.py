@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from lib_fp8 import Format
 from webui.host import SCRIPT, Host, fresh_modules
 
 OWN = ["fp8_format", "fp8_clip_l", "fp8_open_clip", "fp8_t5", "fp8_keep_layers", "fp8_lora"]
@@ -20,9 +21,7 @@ NO_FLOAT8 = "this device cannot hold it, says the test"
 @pytest.fixture
 def without_float8(monkeypatch):
     """A device such as Apple's, on which no float8 dtype can be stored."""
-    monkeypatch.setattr(
-        "lib_fp8.formats.base.storage_problem", lambda name, device: NO_FLOAT8 if "float8" in name else None
-    )
+    monkeypatch.setattr(Format, "problem", lambda self, device: NO_FLOAT8 if "float8" in self.name else None)
 
 
 def state_of(opts):
@@ -257,12 +256,26 @@ def test_the_format_is_asked_of_the_device_that_computes(newest, monkeypatch):
     newest.start(fp8_storage="Enable")
     assert newest.settings.wanted_storage(newest.model).note is None
     monkeypatch.setattr(
-        "lib_fp8.formats.base.storage_problem", lambda name, device: NO_FLOAT8 if device == "mps" else None
+        Format, "problem", lambda self, device: NO_FLOAT8 if device.type == "mps" and "float8" in self.name else None
     )
     monkeypatch.setattr(newest.devices, "device", torch.device("mps"))
     wanted = newest.settings.wanted_storage(newest.model)
     assert wanted.policy.format == "int8"
     assert NO_FLOAT8 in wanted.note
+
+
+def test_where_no_format_works_the_model_stays_in_full_precision_and_says_why(host, monkeypatch):
+    host.checkpoint()
+    host.start()
+    before = host.fingerprint()
+    monkeypatch.setattr(Format, "problem", lambda self, device: f"it lacks {self.name}, says the test")
+    host.set(fp8_storage="Enable")
+    host.job()
+    assert host.fingerprint() == before
+    assert host.format_in_use() is None
+    assert "the weights stay in full precision" in host.panel.status()["note"]
+    assert "it lacks int8" in host.panel.status_html()
+    host.checkpoint("b", seed=2)
 
 
 @pytest.mark.parametrize(
