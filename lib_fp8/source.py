@@ -217,7 +217,7 @@ class Originals:
                 original = None
         if original is not None:
             self._strangers.discard(layer)
-        elif contents is not None:
+        elif contents is not None and self.file.problem() is None:
             self._strangers.add(layer)
         return original
 

@@ -57,7 +57,15 @@ def need_format(name: str, device: torch.device | str = "cpu") -> Any:
 
 
 FORMAT_NAMES = format_names()
-FORMAT_BY_DEFAULT = FORMAT_NAMES[0] if get_format(FORMAT_NAMES[0]).problem("cpu") is None else "int8"
+"""Names of all formats; the first is the default."""
+
+
+def format_in_use(name: str) -> str:
+    """The format that is used where one is asked for: int8 takes over where it cannot be stored."""
+    return name if get_format(name).problem("cpu") is None else "int8"
+
+
+FORMAT_BY_DEFAULT = format_in_use(FORMAT_NAMES[0])
 """What is used where nobody chooses a format: a torch before 2.1 has no float8."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from helpers import assert_packed_like, reference_pack
+from helpers import FORMAT_BY_DEFAULT, assert_packed_like, reference_pack
 
 from lib_fp8 import QuantWeight
 
@@ -18,6 +18,8 @@ QKV = "diffusion_model_joint_blocks_0_attn_qkv"
 IN_8_BITS = (BLOCK, TO_Q, TO_OUT, CLIP)
 LINEAR_AND_CONV = (*IN_8_BITS, KEPT)
 ON = {"fp8_storage": "Enable", "fp8_clip_l": True, "fp8_open_clip": True}
+INT8_ANEW = {"fp8_format": "int8"} if FORMAT_BY_DEFAULT != "int8" else {"fp8_keep_layers": ""}
+"""With this a model in the default format is packed anew, into int8: on a torch before 2.1 it is in int8 already."""
 
 
 def key_of(layer_name, host):

@@ -31,7 +31,7 @@ from lib_fp8 import (
 )
 from lib_fp8.formats import probe
 from webui.card import CARD, Card
-from webui.nets import KEPT, ON, TO_OUT, TO_Q
+from webui.nets import INT8_ANEW, KEPT, ON, TO_OUT, TO_Q
 from webui.test_moving import on_card
 
 # The card is called "meta", of which torch believes that nothing can be loaded into it.
@@ -328,7 +328,7 @@ class TestNoMemoryForPacking:
     def test_at_a_change_of_format(self, begun):
         host, layers, bits = begun, begun.quantized(), begun.fingerprint()
         with no_memory_for(host.shape):
-            assert host.set(fp8_format="int8") == [False]
+            assert host.set(**INT8_ANEW) == [False]
             assert len(plain_layers(host, layers)) <= 1
             with pytest.raises(ConversionError, match=SAID):
                 host.job()
@@ -336,7 +336,7 @@ class TestNoMemoryForPacking:
         assert SAID in host.errors.shown[-1]
         host.job()
         assert host.fingerprint() == bits
-        assert host.set(fp8_format="int8") == [True]
+        assert host.set(**INT8_ANEW) == [True]
         host.assert_packed("a", "int8")
 
     def test_where_it_is_switched_on(self, begun):

@@ -8,10 +8,10 @@ import itertools
 import pytest
 import safetensors.torch
 import torch
-from helpers import FORMAT_BY_DEFAULT, decoded, failing_pack
+from helpers import FORMAT_BY_DEFAULT, FORMAT_NAMES, decoded, failing_pack, kernel_problem, need_format
 
 from lib_fp8 import QuantWeight, qweight
-from webui.nets import BLOCK, ON, TO_OUT, TO_Q, key_of
+from webui.nets import BLOCK, INT8_ANEW, ON, TO_OUT, TO_Q, key_of
 
 OFF = {"fp8_storage": "Disable"}
 ROUNDING = {"float8_e4m3fn": 0.030, "int8": 0.011}
@@ -162,12 +162,16 @@ class TestThroughAllChanges:
         host.set(**ON)
         base = weights(host)
         a = nets.make("a", [BLOCK, TO_Q, TO_OUT])
-        for change in ({"fp8_format": "int8"}, {"fp8_format": FORMAT_BY_DEFAULT}, OFF, ON):
+        knows_halves = host.minor >= 8 or kernel_problem(torch.float16, "cpu") is None  # as the WebUI's own code needs
+        back = {key: host.opts.get_default(key) for key in INT8_ANEW}
+        for change in (INT8_ANEW, back, OFF, ON):
             host.run_networks(a)
             for layer in (BLOCK, TO_Q, TO_OUT):
                 key, module = key_of(layer, host), a.modules[layer]
                 delta = (module.up.double() @ module.down.double()).reshape(base[key].shape)
                 now = host.layers[layer].weight
+                if not isinstance(now, QuantWeight) and not knows_halves:
+                    continue
                 now = now.dequantize(torch.float32) if isinstance(now, QuantWeight) else now
                 assert distance(now.double(), base[key] + delta) < 2 * ROUNDING[FORMAT_BY_DEFAULT]
             host.set(**change)
@@ -214,7 +218,7 @@ class TestABlock:
         with monkeypatch.context() as patched:
             patched.setattr(qweight, "pack", pack)
             with pytest.raises(KeyboardInterrupt):
-                host.set(**{**ON, "fp8_format": "int8"})
+                host.set(**ON, **INT8_ANEW)
         host.job()
         assert_mixed(host, TWICE * ROUNDING[FORMAT_BY_DEFAULT], expected)
 
@@ -222,6 +226,7 @@ class TestABlock:
 class TestWhatIsSaid:
     @pytest.mark.parametrize("way", WAYS)
     def test_on_the_console_and_in_the_panel(self, newest, way, capsys):
+        need_format(FORMAT_NAMES[0])  # or it is in int8 already
         host = begin(newest)
         host.set(**ON)
         assert host.panel.status()["note"] is None
@@ -250,7 +255,7 @@ class TestOriginalsThatThereAre:
         host = merging
         host.set(**{**ON, "fp8_lora": "Merge from copy in RAM"})
         load_whole(host)
-        assert host.panel.status()["note"] is None
+        assert NOTE not in (host.panel.status()["note"] or "")
         host.set(fp8_format="int8")
         host.set(**OFF)
         for name, weight in weights(host).items():
@@ -344,6 +349,7 @@ class TestNoMemoryForAChange:
         assert_mixed(host, TWICE * ROUNDING[FORMAT_BY_DEFAULT])
 
     def test_one_layer_at_a_time_is_in_full_precision(self, newest, monkeypatch):
+        need_format(FORMAT_NAMES[0])  # or it is in int8 already
         host = begin(newest)
         host.set(**ON)
         load_whole(host)

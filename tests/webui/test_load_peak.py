@@ -6,8 +6,9 @@ import pytest
 import torch
 from helpers import FORMAT_BY_DEFAULT, LiveStorages, all_tensors, storage_census
 
+from lib_fp8 import stored_bytes
 from lib_fp8.report import MIB
-from webui.nets import ON
+from webui.nets import INT8_ANEW, ON
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_the_values_are_let_go_while_they_are_taken(host, given, kind):
     other = host.checkpoint("b", kind=kind, seed=2)
     host.start(**ON)
     host.switch_to(other)
-    host.set(fp8_format="int8")
+    host.set(**INT8_ANEW)
     assert len(given) == 3
     assert all(taken(state_dict) for state_dict in given)
     host.assert_packed("b", "int8")
@@ -48,7 +49,7 @@ def test_values_die_one_by_one(sd1, given):
     place = sd1.loading.LoadPeak._filled
 
     def filled(self, module, keys):
-        left.append(sum(value.nbytes for value in given[-1].values()))
+        left.append(stored_bytes(given[-1].values()))
         place(self, module, keys)
 
     sd1.loading.LoadPeak._filled = filled
@@ -113,6 +114,6 @@ def test_the_summary_tells_the_peak(sd1, peaks, capsys):
         sd1.switch_to(other)
     (peak,) = peaks
     final = storage_census(all_tensors(sd1.model).values())
-    leaf = max(value.nbytes for value in sd1.values("b").values())
+    leaf = max(stored_bytes([value]) for value in sd1.values("b").values())
     assert final <= peak <= min(live.peak, final + 2 * leaf)
     assert f"the whole model never took more than {peak / MIB:.1f} MB" in capsys.readouterr().out

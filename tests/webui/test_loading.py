@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FORMAT_BY_DEFAULT, FORMAT_NAMES, failing_pack, need_format, need_kernels
+from helpers import FORMAT_BY_DEFAULT, FORMAT_NAMES, failing_pack, format_in_use, need_format, need_kernels
 from torch import nn
+
+from webui.nets import INT8_ANEW
 
 DEFAULT = FORMAT_BY_DEFAULT
 BLOCK = [f"model.diffusion_model.input_blocks.1.0.{name}" for name in ("in_layers.2", "skip_connection")]
@@ -109,7 +111,7 @@ def test_every_format_and_from_one_to_the_next(newest, format_name):
     newest.assert_packed("a", format_name)
     for other in FORMAT_NAMES:
         newest.set(fp8_format=other)
-        newest.assert_packed("a", other)
+        newest.assert_packed("a", format_in_use(other))
 
 
 def test_off_means_off(host):
@@ -142,7 +144,7 @@ def test_switching_draws_no_random_numbers(newest):
         (ON, {"fp8_clip_l": True}, 0),
         (ON, {"fp8_lora": "Add at run time"}, 0),
         (ON, {"fp8_storage": "Disable"}, 1),
-        (ON, {"fp8_format": "int8"}, 1),
+        (ON, INT8_ANEW, 1),
         (ON, {"fp8_keep_layers": "to_q"}, 1),
         ({**ON, "fp8_clip_l": True}, {"fp8_clip_l": False}, 1),
         ({}, {"fp8_format": "int8"}, 0),
@@ -159,7 +161,7 @@ def test_what_a_change_reads(host, before, change, expected_reads):
     assert host.job().pictures
     assert reads(host) - read == expected_reads
     if host.format_in_use():
-        host.assert_packed("a", host.opts.fp8_format)
+        host.assert_packed("a", format_in_use(host.opts.fp8_format))
 
 
 def test_ten_jobs_load_nothing(host):
@@ -178,7 +180,7 @@ def test_ten_jobs_load_nothing(host):
     [
         # the first job, the second that is like it, one without overrides
         ({}, ON, (0, 0, 1)),
-        (ON, {"fp8_format": "int8"}, (1, 0, 1)),
+        (ON, INT8_ANEW, (1, 0, 1)),
         (ON, {"fp8_storage": "Disable"}, (1, 0, 0)),
     ],
     ids=str,
@@ -322,7 +324,7 @@ class TestFailingToPack:
         assert host.panel.status()["enabled"] is False
 
     def assert_tries_again(self, host):
-        host.set(fp8_format="int8")
+        host.set(**INT8_ANEW)
         host.assert_packed("a", "int8")
         assert "no more memory" not in host.panel.status_html()
         assert host.panel.status()["problem"] is None
@@ -362,7 +364,7 @@ class TestFailingToPack:
         self.assert_gave_up(host, plain, capsys)
         self.assert_tries_again(host)
         with failing_pack(3):
-            host.set(fp8_format=DEFAULT)
+            host.set(**{key: host.opts.get_default(key) for key in INT8_ANEW})
         self.assert_gave_up(host, plain, capsys)
 
     def test_switching_off_and_on_tries_again(self, host, plain):
@@ -410,7 +412,7 @@ class TestBrokenFiles:
             host.switch_to(host.b)
         self.assert_in_use(host, loaded)
 
-    @pytest.mark.parametrize("change", [{"fp8_storage": "Disable"}, {"fp8_format": "int8"}], ids=str)
+    @pytest.mark.parametrize("change", [{"fp8_storage": "Disable"}, INT8_ANEW], ids=str)
     @pytest.mark.parametrize("damage", ["gone", "truncated"])
     def test_the_own_one_is_gone_or_cut(self, host, loaded, change, damage):
         path = host.folder / "a.safetensors"
@@ -538,8 +540,8 @@ def test_console_says_what_was_done(host, capsys):
     host.checkpoint()
     host.start(fp8_clip_l=True, **ON)
     said = capsys.readouterr().out
-    assert "FP8 weight: UNet 6 layers in float8_e4m3fn, 5 kept" in said
-    assert "CLIP-L 2 layers in float8_e4m3fn, 0 kept" in said
+    assert f"FP8 weight: UNet 6 layers in {DEFAULT}, 5 kept" in said
+    assert f"CLIP-L 2 layers in {DEFAULT}, 0 kept" in said
 
 
 def test_the_unload_button(host):

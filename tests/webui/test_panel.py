@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+from helpers import format_in_use
 
 from lib_fp8 import QuantWeight
 
@@ -48,7 +49,7 @@ def test_numbers_are_measured(host, format_name, at_start):
         now, full = bytes_by_hand(module)
         assert (part["bytes"], part["bytes_full_precision"]) == (now, full)
         assert part["converted"] == sum(isinstance(p, QuantWeight) for p in module.parameters())
-        assert part["format"] == format_name
+        assert part["format"] == format_in_use(format_name)
     assert status["parts"][0]["kept"] == {
         "pattern time_embed": 2,
         "pattern label_emb": 1,

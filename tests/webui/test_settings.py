@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from helpers import FORMAT_NAMES, need_format
 
 from lib_fp8 import Format
 from webui.host import SCRIPT, Host, fresh_modules
@@ -252,6 +253,7 @@ def test_int8_where_the_device_cannot_hold_float8(host, without_float8, switch_o
 
 def test_the_format_is_asked_of_the_device_that_computes(newest, monkeypatch):
     """With --medvram the weights wait on the CPU, which can hold more than the device."""
+    need_format(FORMAT_NAMES[0])
     newest.checkpoint()
     newest.start(fp8_storage="Enable")
     assert newest.settings.wanted_storage(newest.model).note is None
