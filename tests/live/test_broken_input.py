@@ -6,11 +6,13 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from live.client import ApiError, Client
 from live.conftest import START
 from live.models import EMBEDDED
+from live.webui import PLAIN_PRECISION
 
 LAYER = "middle_block.1.proj_in"
 KEY = f"model.diffusion_model.{LAYER}.weight"
@@ -66,6 +68,48 @@ def test_truncated_checkpoint_chosen_in_the_settings(webui: Client, add_checkpoi
     assert "truncated.safetensors is damaged or incomplete" in said()
     assert webui.options()["sd_model_checkpoint"].startswith(START)
     assert webui.txt2img() == before
+
+
+def _as_int8_of_bitsandbytes(weights):
+    weights[KEY] = torch.ones_like(weights[KEY], dtype=torch.int8)
+    weights[f"model.diffusion_model.{LAYER}.SCB"] = torch.ones(len(weights[KEY]))
+
+
+_REFUSED = "foreign.safetensors holds weights in a form that cannot be read yet: bitsandbytes int8"
+
+
+@pytest.mark.parametrize("storage", ["Disable", "Enable"])
+def test_checkpoint_in_a_layout_of_another_program(storage, webui: Client, add_checkpoint, console):
+    """For one job, as the refiner, chosen in the settings: refused by name, and the model stays."""
+    webui.set(fp8_storage=storage)
+    before, bits = webui.txt2img(), webui.probe("parameters")
+    add_checkpoint("foreign", _as_int8_of_bitsandbytes)
+    with pytest.raises(ApiError, match=_REFUSED):
+        webui.txt2img(override_settings={"sd_model_checkpoint": "foreign.safetensors"})
+    with pytest.raises(ApiError, match=_REFUSED):
+        webui.txt2img(refiner_checkpoint="foreign.safetensors", refiner_switch_at=0.5)
+    with console() as said:
+        webui.set(sd_model_checkpoint="foreign.safetensors")
+    assert _REFUSED in said()
+    assert webui.options()["sd_model_checkpoint"].startswith(START)
+    assert webui.txt2img(override_settings={"sd_model_checkpoint": f"{START}.safetensors"}) == before
+    assert webui.probe("parameters") == bits
+
+
+def test_first_checkpoint_in_a_layout_of_another_program(start, tmp_path):
+    """The WebUI comes up without a model, and another checkpoint can be chosen."""
+    weights = load_file(EMBEDDED)
+    _as_int8_of_bitsandbytes(weights)
+    save_file(weights, tmp_path / "foreign.safetensors")
+    flags = (*PLAIN_PRECISION, "--ckpt", str(tmp_path / "foreign.safetensors"))
+    running = start(flags, fp8_storage="Enable")
+    assert _REFUSED in running.log()
+    with pytest.raises(ApiError):
+        running.client.txt2img()
+    running.client.set(sd_model_checkpoint=f"{START}.safetensors")
+    assert running.client.probe("checkpoint") == f"{START}.safetensors"
+    assert running.client.status()["enabled"] is True
+    running.client.txt2img()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])

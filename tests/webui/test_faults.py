@@ -221,9 +221,7 @@ class TestConvertModel:
         """All or nothing, and it is said which layer it was."""
         before = snapshot(model)
         self.failing_moves(monkeypatch, 1, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
-        with pytest.raises(
-            ConversionError, match=r"layer 1 could not be moved to cpu: .* can't allocate"
-        ) as caught:
+        with pytest.raises(ConversionError, match=r"layer 1 could not be moved to cpu: .* can't allocate") as caught:
             convert_model(model, Policy("int8", ()))
         assert caught.value.whole
         assert all(torch.equal(tensor, before[name]) for name, tensor in all_tensors(model).items())
