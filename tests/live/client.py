@@ -16,6 +16,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 PROMPT = "a red circle on a blue background"
+FIELDS = {"steps": 4, "width": 64, "height": 64, "seed": 1, "sampler_name": "Euler", "cfg_scale": 4}
+"""Fields of every request, unless it says otherwise."""
 HIRES = {
     "enable_hr": True,
     "hr_scale": 2,
@@ -65,6 +67,13 @@ def _mask() -> str:
     image = Image.new("L", (64, 64))
     ImageDraw.Draw(image).rectangle((24, 24, 63, 63), fill=255)
     return _encoded(image)
+
+
+def _decoded(answer: dict[str, Any]) -> list[Picture]:
+    infotexts = json.loads(answer["info"])["infotexts"]
+    images = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for data in answer["images"]]
+    texts = [*infotexts, *[""] * len(images)]
+    return [Picture(np.asarray(image), text) for image, text in zip(images, texts)]
 
 
 class Client:
@@ -123,19 +132,30 @@ class Client:
         body = {"prompt": prompt, "init_images": [_start_image()], "denoising_strength": 0.75, **mask, **fields}
         return self._pictures("img2img", body)[0]
 
-    def _pictures(self, kind: str, fields: dict[str, Any]) -> list[Picture]:
-        body = {"steps": 4, "width": 64, "height": 64, "seed": 1, "sampler_name": "Euler", "cfg_scale": 4, **fields}
-        answer = self.request(f"/sdapi/v1/{kind}", body)
-        infotexts = json.loads(answer["info"])["infotexts"]
-        images = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for data in answer["images"]]
-        texts = [*infotexts, *[""] * len(images)]
-        return [Picture(np.asarray(image), text) for image, text in zip(images, texts)]
+    def begin(self, number: int, **fields: Any) -> None:
+        """Begin one picture in a thread of the WebUI that the closing of its server does not wait for."""
+        self.probe("begin_picture", number=number, fields={**FIELDS, **fields})
 
-    def reload_ui(self) -> None:
-        """Press "Reload UI" and wait until the new page is there."""
+    def begun(self, number: int) -> Picture:
+        """Wait for a picture that was begun."""
+        while (answer := self.probe("begun_picture", number=number)) is None:
+            time.sleep(0.1)
+        if "error" in answer:
+            raise ApiError(answer["error"])
+        return _decoded(answer)[0]
+
+    def _pictures(self, kind: str, fields: dict[str, Any]) -> list[Picture]:
+        return _decoded(self.request(f"/sdapi/v1/{kind}", {**FIELDS, **fields}))
+
+    def reload_ui(self, button: str = "request_restart") -> None:
+        """Press "Reload UI" and wait until the new page is there.
+
+        Args:
+            button: the function of the probe that stands for it.
+        """
         position = len(self.log())
-        self.probe("request_restart")
-        end = time.monotonic() + 60
+        self.probe(button)
+        end = time.monotonic() + 120
         while time.monotonic() < end:
             if "Startup time" in self.log()[position:]:
                 return

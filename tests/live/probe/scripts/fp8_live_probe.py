@@ -73,7 +73,7 @@ def _raw(tensor):
 # Watching loads: state survives "Reload UI", and the watchers sit below whatever the WebUI and extensions replace.
 
 state = sys.modules.setdefault(
-    "fp8_live_probe_state", types.SimpleNamespace(loads=0, reads=0, census=None, lora_errors={})
+    "fp8_live_probe_state", types.SimpleNamespace(loads=0, reads=0, census=None, lora_errors={}, pictures={})
 )
 
 
@@ -559,6 +559,33 @@ def request_restart():
     shared.state.request_restart()
 
 
+def request_restart_beside_jobs():
+    """Press "Reload UI" without the interrupt of the running job that goes with it."""
+    shared.state.server_command = "restart"
+
+
+def begin_picture(number, fields):
+    """Begin a txt2img in a thread that the server does not wait for when it closes, as for those of the page."""
+    api = state.txt2img
+    (request,) = inspect.signature(api).parameters.values()
+    request = request.annotation(**fields)
+    state.pictures[number] = None
+
+    def make():
+        try:
+            answer = api(request)
+            state.pictures[number] = {"images": answer.images, "info": answer.info}
+        except Exception as error:
+            state.pictures[number] = {"error": repr(error)}
+
+    threading.Thread(target=make).start()
+
+
+def begun_picture(number):
+    """What became of it; None if it is not done."""
+    return state.pictures[number]
+
+
 class _RememberedErrors(dict):
     """The Lora extension clears its errors before and after every picture; this keeps the last ones."""
 
@@ -569,6 +596,7 @@ class _RememberedErrors(dict):
 
 def _add_route(_, app):
     sys.modules["networks"].extra_network_lora.errors = _RememberedErrors()
+    state.txt2img = next(route.endpoint for route in app.routes if getattr(route, "path", "") == "/sdapi/v1/txt2img")
 
     def call(name: str = Body(...), arguments: dict = Body({})):  # noqa: B008
         function = globals().get(name)
