@@ -22,8 +22,5 @@ class Fp8Weight(scripts.Script):
     def before_process(self, p, *args):
         webui.before_process(p)
 
-    def process(self, p, *args):
-        webui.process(p)
-
     def before_process_batch(self, p, *args, **kwargs):
         webui.before_process_batch(p)

@@ -25,7 +25,7 @@ from lib_fp8.webui import (
     xyz,
 )
 from lib_fp8.webui.deltas import hosts
-from lib_fp8.webui.jobs import before_process_batch, process
+from lib_fp8.webui.jobs import before_process_batch
 from lib_fp8.webui.patching import Patches
 
 _patches = Patches()
@@ -126,7 +126,6 @@ __all__ = [
     "before_process",
     "before_process_batch",
     "install",
-    "process",
     "register_callbacks",
     "uninstall",
 ]

@@ -20,9 +20,9 @@ from lib_fp8.webui.reading import check_usable, is_usable
 from lib_fp8.webui.settings import (
     LORA_FROM_COPY,
     SettingError,
+    end_job,
+    job_has_overrides,
     lora_choice,
-    overrides_are_announced,
-    overrides_are_in_force,
     wanted_storage,
 )
 from lib_fp8.webui.shortage import is_shortage
@@ -40,7 +40,8 @@ def install(patches: Patches) -> None:
 def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
     def unload_model_weights(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        snapshot.publish()
+        if sd_models.model_data.sd_model is None:  # from 1.7 on it is only put aside
+            snapshot.publish()
         return result
 
     return unload_model_weights
@@ -61,10 +62,10 @@ def _following_settings(original: Callable[..., Any]) -> Callable[..., Any]:
             return model
         except BaseException:
             before = None
+            end_job()
             _put_together_again()
             raise
         finally:
-            overrides_are_in_force()  # announced for the one look after the model that comes before they are
             if _what_is_told() != before:
                 snapshot.publish()
 
@@ -101,7 +102,7 @@ def _follow_for_job(model: Any) -> None:
     try:
         follow_settings(model)
     except SettingError as error:
-        if overrides_are_announced():
+        if job_has_overrides():
             raise
         # A setting that is being refused while pictures are made; whoever set it hears of it, and the pictures go on.
         print(f"FP8 weight: {error}. The model stays as it is.", file=sys.stderr)

@@ -7,7 +7,7 @@ from typing import Any
 from modules import shared
 
 from lib_fp8.formats import E4M3FN_UNSCALED
-from lib_fp8.webui.settings import DISABLE, FORMAT, INFOTEXT, KEEP, SWITCH, TEXT_ENCODER_KEYS
+from lib_fp8.webui.settings import DISABLE, FORMAT, INFOTEXT, KEEP, SWITCH, TEXT_ENCODER_KEYS, value_of
 from lib_fp8.webui.storage import record_of
 
 _SWITCH_LABEL = INFOTEXT[SWITCH]
@@ -24,11 +24,11 @@ def write(p: Any) -> None:
     policy = record.applied.policy
     if policy is None:
         return
-    p.extra_generation_params[_SWITCH_LABEL] = getattr(shared.opts, SWITCH)
+    p.extra_generation_params[_SWITCH_LABEL] = value_of(SWITCH)
     p.extra_generation_params[INFOTEXT[FORMAT]] = policy.format
     absent = {key for kind, key in TEXT_ENCODER_KEYS.items() if kind not in record.reports}
     for key in _OWN:
-        value = getattr(shared.opts, key)
+        value = value_of(key)
         if key != FORMAT and key not in absent and value != shared.opts.get_default(key):
             p.extra_generation_params[INFOTEXT[key]] = _EMPTY if isinstance(value, str) and not value.strip() else value
 

@@ -26,6 +26,7 @@ def _ending(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(*args, **kwargs)
         finally:
+            settings.end_job()
             _is_done()
 
     return process_images_inner
@@ -41,12 +42,7 @@ def _is_done() -> None:
 
 def before_process(p: Any) -> None:
     """A job begins: its overrides are known, but not yet in force."""
-    settings.announce_overrides(p.override_settings)
-
-
-def process(p: Any) -> None:
-    """A job's overrides are in force."""
-    settings.overrides_are_in_force()
+    settings.begin_job(p)
 
 
 def before_process_batch(p: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -124,7 +126,7 @@ class Options:
     @staticmethod
     def _validated(on_change: Callable[[], None]) -> Callable[[], None]:
         def validate_first() -> None:
-            overrides_are_in_force()
+            end_job()
             try:
                 read_policy()
                 on_change()
@@ -236,20 +238,41 @@ class _Now(str):
         return str(self._make())
 
 
-_announced: dict[str, Any] = {}
-"""Values that the WebUI is about to put into its options for the pictures that are being started."""
+class _Job(threading.local):
+    """The job of a thread; each thread has its own.
 
-
-def announce_overrides(overrides: Mapping[str, Any]) -> None:
-    """Let a job's override settings count from its start.
-
-    The WebUI looks after its model before it puts them in force; without this each job would bring the model into
-    the saved storage first, and then into the one it asks for.
+    Attributes:
+        p: gives the WebUI's object for it; None without a job, or after one of which the end was not seen.
+        values: what the options of the extension are for it, once they were asked for.
+        overrides: whether some of them are not as they are saved.
     """
-    _announced.clear()
-    saved = shared.opts.data
-    values = _values_with(overrides)
-    _announced.update((key, values[key]) for key in INFOTEXT if key in values and values[key] != saved.get(key))
+
+    p: Callable[[], Any] = staticmethod(lambda: None)
+    values: Mapping[str, Any] | None = None
+    overrides = False
+
+
+_job = _Job()
+
+
+def begin_job(p: Any) -> None:
+    """Let the options be, for a job of this thread and up to its end, what they are when it begins.
+
+    Its overrides count from the start: the WebUI looks after its model before it puts them in force, and would bring it
+    into the saved storage first. What others set meanwhile, from their threads, is for the jobs after it.
+    """
+    end_job()
+    _job.p = weakref.ref(p)
+
+
+def _values_of_job() -> Mapping[str, Any]:
+    if (p := _job.p()) is None:
+        return {}
+    if _job.values is None:  # not earlier: other scripts may add overrides when a job begins
+        values = _values_with(p.override_settings)
+        _job.values = {key: values[key] for key in INFOTEXT if key in values}
+        _job.overrides = any(value != shared.opts.data.get(key) for key, value in _job.values.items())
+    return _job.values
 
 
 def _values_with(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,18 +290,20 @@ def _values_with(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return trial.data
 
 
-def overrides_are_in_force() -> None:
+def end_job() -> None:
     """The options speak for themselves again."""
-    _announced.clear()
+    vars(_job).clear()
 
 
-def overrides_are_announced() -> bool:
-    """Whether the values read now are those of a job that is about to begin, rather than the saved ones."""
-    return bool(_announced)
+def job_has_overrides() -> bool:
+    """Whether the values read now are those of a job that overrides some, rather than the saved ones."""
+    return bool(_values_of_job()) and _job.overrides
 
 
-def _value(key: str) -> Any:
-    return _announced[key] if key in _announced else getattr(shared.opts, key)
+def value_of(key: str) -> Any:
+    """What an option is for the job of this thread; without one, what it is now."""
+    values = _values_of_job()
+    return values[key] if key in values else getattr(shared.opts, key)
 
 
 _FLAGS = (*TEXT_ENCODER_KEYS.values(), MOTION_MODULES, CONTROL_MODELS)
@@ -301,7 +326,7 @@ def _problem(key: str, value: Any) -> str | None:
 
 
 def _check(key: str) -> None:
-    value = _value(key)
+    value = value_of(key)
     if (problem := _problem(key, value)) is not None:
         raise SettingError(f"{INFOTEXT[key]} ({key}): {value!r} {problem}")
 
@@ -321,16 +346,16 @@ def read_policy() -> Policy:
     """The policy that the options describe, whatever the switch says. Raises SettingError."""
     for key in INFOTEXT:
         _check(key)
-    return Policy(format=_value(FORMAT), keep=tuple(_value(KEEP).split()))
+    return Policy(format=value_of(FORMAT), keep=tuple(value_of(KEEP).split()))
 
 
 def wanted_storage(model: torch.nn.Module) -> Storage:
     """How the options want a model to be stored. Raises SettingError."""
     policy = read_policy()
-    switch = _value(SWITCH)
+    switch = value_of(SWITCH)
     if switch == DISABLE or (switch == ENABLE_FOR_SDXL and not is_sdxl(model)):
         return FULL_PRECISION
-    chosen = (kind for kind in TEXT_ENCODERS if _value(TEXT_ENCODER_KEYS[kind]))
+    chosen = (kind for kind in TEXT_ENCODERS if value_of(TEXT_ENCODER_KEYS[kind]))
     # Asked of the device that computes: with --medvram the weights wait on the CPU, which can hold more formats.
     storage_format, note = usable_format(policy, devices.device)
     if storage_format is None:
@@ -347,7 +372,7 @@ def wanted_guest_policy(key: str, model: torch.nn.Module) -> Policy | None:
     Raises:
         SettingError: a setting has an impossible value.
     """
-    return wanted_storage(model).policy if _value(key) else None
+    return wanted_storage(model).policy if value_of(key) else None
 
 
 def packing_dtype() -> torch.dtype:
@@ -357,4 +382,4 @@ def packing_dtype() -> torch.dtype:
 
 def lora_choice() -> str:
     """How networks are to be applied: one of ``LORA_CHOICES``."""
-    return _value(LORA)
+    return value_of(LORA)

@@ -193,12 +193,14 @@ def test_an_override_that_the_webui_passes_over_changes_nothing(host, monkeypatc
     assert len(host.sd_models.files_read) == read
 
 
-def test_announcing_overrides_leaves_the_options_alone(newest):
+def test_looking_at_overrides_leaves_the_options_alone(newest):
     newest.checkpoint()
     newest.start()
     calls, before = [], dict(newest.opts.data)
     newest.opts.data_labels["fp8_format"].onchange = lambda: calls.append(1)
-    newest.settings.announce_overrides({"fp8_format": "int8", "unheard_of": 1})
+    p = newest.processing.StableDiffusionProcessing("a cat", {"fp8_format": "int8"})
+    newest.settings.begin_job(p)
+    assert newest.settings.value_of("fp8_format") == "int8"
     assert (newest.opts.data, calls) == (before, [])
 
 
@@ -315,7 +317,7 @@ def test_a_change_waits_for_the_queue(newest):
     assert "deadlock" in newest.errors.shown[-1]
 
 
-def test_announced_overrides_end_with_a_job_that_fails(host):
+def test_overrides_end_with_a_job_that_fails(host):
     """A checkpoint that is changed after a failed job is loaded as the settings say, not as that job asked."""
     a, b = host.checkpoint("a"), host.checkpoint("b", seed=2)
     host.start(sd_model_checkpoint=a.title)

@@ -95,6 +95,55 @@ class TestTheEndOfAJob:
         assert "ZeroDivisionError" in sd1.errors.shown[-1]
 
 
+class TestSettings:
+    @pytest.mark.parametrize("override", [{"fp8_format": "int8", "fp8_storage": "Enable"}, {}])
+    def test_changed_in_the_middle_of_a_job_are_for_the_next(self, host, override):
+        """The API stores a value at once, and waits for its turn only then."""
+        host.checkpoint()
+        host.start(**ON, fp8_keep_layers="to_q")
+        wanted = host.job(n_iter=2, **override)
+        running = Running(host, n_iter=2, **override)
+        host.opts.data.update(fp8_format="float8_e5m2", fp8_keep_layers="", fp8_lora="Add at run time")
+        assert same(running.pictures(), wanted.pictures)
+        assert running.result.infotexts == wanted.infotexts
+        host.job()
+        if not override:  # else the WebUI has put back what was saved when the job began
+            assert host.format_in_use() == "float8_e5m2"
+        assert host.storage.record_of(host.model).applied.policy.keep == ()
+
+    def test_that_a_script_overrides_when_a_job_begins_count(self, host):
+        """Whichever of the scripts has its turn first."""
+        host.checkpoint()
+        host.start(**ON)
+        real = host.scripts.ScriptRunner.run
+
+        def run(self, method, p, *args, **kwargs):
+            real(self, method, p, *args, **kwargs)
+            if method == "before_process":
+                p.override_settings["fp8_format"] = "int8"
+
+        host.scripts.ScriptRunner.run = run
+        assert "FP8 format: int8" in host.job().infotexts[0]
+        host.scripts.ScriptRunner.run = real
+        host.job()
+        assert host.format_in_use() == host.opts.fp8_format != "int8"
+
+    def test_of_a_job_are_no_others(self, sd1):
+        """What another thread does while a job with overrides is running: it looks at what is saved."""
+        running = Running(sd1, fp8_format="int8")
+        sd1.opts.data["fp8_format"] = "float8_e4m3fn unscaled"
+        assert sd1.settings.read_policy().format == "float8_e4m3fn unscaled"
+        sd1.settings.repair_saved_values()
+        running.pictures()
+
+    def test_of_a_job_that_ended_unseen_are_forgotten(self, sd1):
+        p = sd1.processing.StableDiffusionProcessing("a cat", {"fp8_format": "int8"})
+        sd1.settings.begin_job(p)
+        assert sd1.settings.read_policy().format == "int8"
+        del p
+        assert sd1.settings.read_policy().format == sd1.opts.fp8_format
+
+
 class TestWhoAsks:
     """The panel, its route, and whoever lists all options."""
 
