@@ -103,7 +103,7 @@ class AnimateDiff:
         self.module.mm_animatediff.folder = self.host.folder
         self.states = {name: random_state(self.module.MotionWrapper(name), len(name)) for name in ("first", "second")}
         for name, state in self.states.items():
-            write(self.host, name, state)
+            write(self.host, f"{name}.safetensors", state)
         return self
 
     @property
@@ -180,7 +180,7 @@ class TestMotionModules:
     def test_for_sdxl(self, newest):
         newest.checkpoint(kind="sdxl")
         stage = AnimateDiff(newest, fp8_storage="Enable for SDXL").begin()
-        write(newest, "xl", stage.states["first"])
+        write(newest, "xl.safetensors", stage.states["first"])
         stage.job("xl")
         assert quantized_names(stage.motion) == IN_MOTION
 
@@ -423,7 +423,7 @@ class TestMotionFailures:
         host = moving.host
         unet = layout(host)
         moving.job()
-        (host.folder / "first").unlink()
+        (host.folder / "first.safetensors").unlink()
         with pytest.raises(FileNotFoundError):
             moving.job(**ANOTHER)
         assert layout(host) == unet
@@ -432,7 +432,7 @@ class TestMotionFailures:
 
     def test_a_file_that_does_not_fit_is_not_kept(self, moving):
         moving.states["first"].pop("mid_block.to_q.weight")
-        write(moving.host, "first", moving.states["first"])
+        write(moving.host, "first.safetensors", moving.states["first"])
         for _ in range(2):
             with pytest.raises(RuntimeError, match="Missing key"):
                 moving.module.mm_animatediff.load("first")
@@ -443,7 +443,7 @@ class TestMotionFailures:
         host = moving.host
         unet, plain = layout(host), host.fingerprint()
         moving.break_off()
-        (host.folder / "first").unlink()
+        (host.folder / "first.safetensors").unlink()
         assert host.set(**ANOTHER) == [False]
         assert layout(host) == unet
         assert host.fingerprint() == plain

@@ -40,7 +40,7 @@ class AnimateDiffMM:
     def load(self, model_name):
         if self.mm is None or self.mm.mm_name != model_name:
             self.loads += 1
-            state_dict = sd_models.read_state_dict(Path(self.folder) / model_name)
+            state_dict = sd_models.read_state_dict(Path(self.folder) / f"{model_name}.safetensors")
             self.mm = MotionWrapper(model_name, is_xl="xl" in model_name)
             self.mm.load_state_dict(state_dict, strict=True)
         self.mm.to(devices.device).eval()
