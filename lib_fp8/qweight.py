@@ -9,12 +9,17 @@ What it cannot do: a view (``w.view(-1)``, ``w[0]``, ``w.t()``) is a decoded cop
 not reach the weight. ``w[index] = value``, ``w[index] += value`` and all whole-tensor in-place ops do. Nor can it
 stand behind a plain tensor: ``plain.data = w.data`` and ``torch.utils.dlpack.to_dlpack(w)`` do not ask it and are left
 without memory; ``plain.copy_(w)`` and ``torch.from_dlpack(w)`` give values.
+
+Whoever asks for memory wants plain values in it, and keeps a pointer that nobody can take back. So only the values of
+a state dict lend memory, for as long as they live: that is how ``safetensors`` reads what it saves. A weight in a
+layer lives as long as the model, and would keep its decoded copy as long; it refuses.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -83,30 +88,53 @@ class _Shared:
         self.contents = Contents()
 
 
+_OWN = frozenset(("qdata", "scale", "format", "lends", "_shared", "_lent", "_lent_at", "_is_param"))
+"""Attributes of a QuantWeight that belong to its value; others were set by strangers."""
+
+
 class QuantWeight(torch.Tensor):
     """A weight held in 8 bits, and what is added to it whenever it is decoded.
+
+    ``QuantWeight(packed, storage_format, dtype)`` takes over inner tensors. ``QuantWeight(data, requires_grad, ...)``
+    is a Parameter of that data, as those expect who rebuild a parameter by its class, with the attributes it had: an
+    8-bit one of a QuantWeight, or where the attributes name a format; a plain one else.
 
     Attributes:
         qdata: 8-bit data in the storage dtype of the format.
         scale: (out, 1, ...) float32, or None for an unscaled format.
         format: the storage format.
         dtype: the logical dtype: what readers see and what ``dequantize()`` gives.
+        lends: whether this handle gives memory with decoded values to whoever asks for it; those of a state dict do.
     """
 
     qdata: torch.Tensor
     scale: torch.Tensor | None
     format: Format
+    lends: bool
+    _lent: torch.Tensor | None
+    _lent_at: int
 
     @staticmethod
-    def __new__(cls, packed: Packed, storage_format: Format, dtype: torch.dtype) -> QuantWeight:
-        qdata = packed.qdata
+    def __new__(cls, data: Any, *args: Any, **attributes: Any) -> Any:
+        if isinstance(data, torch.Tensor):
+            return _parameter(data, *args, **attributes)
+        _, dtype = args
         return torch.Tensor._make_wrapper_subclass(
-            cls, qdata.shape, strides=qdata.stride(), dtype=dtype, device=qdata.device, requires_grad=False
+            cls,
+            data.qdata.shape,
+            strides=data.qdata.stride(),
+            dtype=dtype,
+            device=data.qdata.device,
+            requires_grad=False,
         )
 
-    def __init__(self, packed: Packed, storage_format: Format, dtype: torch.dtype):
-        self.qdata, self.scale = packed
-        self.format = storage_format
+    def __init__(self, data: Packed | torch.Tensor, *args: Any, **attributes: Any):
+        if isinstance(data, torch.Tensor):
+            return  # a Parameter, which is complete
+        self.qdata, self.scale = data
+        self.format = args[0]
+        self.lends = False
+        self._lent, self._lent_at = None, 0
         self._shared = _Shared()
 
     @classmethod
@@ -197,6 +225,7 @@ class QuantWeight(torch.Tensor):
         result = QuantWeight(Packed(change(self.qdata), scale), self.format, dtype or self.dtype)
         result._shared.branches = _on(result.device, self.branches)
         result._shared.contents = self.contents
+        result.lends = self.lends
         return result
 
     # What would otherwise read the wrapper's memory, of which there is none.
@@ -220,10 +249,33 @@ class QuantWeight(torch.Tensor):
         return self
 
     def data_ptr(self) -> int:
-        raise RuntimeError(
-            f"This weight is stored as {self.format.name}; its memory holds no {self.dtype} values. "
-            "Call .dequantize() on it first (for a file: save the dequantized tensors)."
-        )
+        return 0 if self.is_meta else self._lend().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._lend().untyped_storage() if self._may_lend() else super().untyped_storage()
+
+    def storage(self) -> Any:
+        return super().storage() if self.is_meta else self._lend().storage()
+
+    def is_shared(self) -> bool:
+        return self.qdata.is_shared()
+
+    def _may_lend(self) -> bool:
+        return self.lends and not self.is_meta and not getattr(self, "_is_param", False)
+
+    def _lend(self) -> torch.Tensor:
+        """The decoded weight as it is now, at an address that stays the same while this handle lives."""
+        if not self._may_lend():
+            raise RuntimeError(
+                f"This weight is stored as {self.format.name}; its memory holds no {self.dtype} values. "
+                "Call .dequantize() on it first. For a file, save the model's state_dict(), or dequantized tensors."
+            )
+        if self._lent is None:
+            self._lent = self.dequantize()
+        elif self._lent_at != self.writes:
+            self._lent.copy_(self.dequantize())
+        self._lent_at = self.writes
+        return self._lent
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickles are read where this library may be missing, and torch 2.1 cannot pickle float8: write plain values.
@@ -236,7 +288,7 @@ class QuantWeight(torch.Tensor):
         if id(self) not in memo:
             result = self._map(torch.clone)
             result.__dict__.update(
-                {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in result.__dict__}
+                {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k == "_is_param" or k not in _OWN}
             )
             memo[id(self)] = result
         return memo[id(self)]
@@ -292,6 +344,17 @@ class QuantWeight(torch.Tensor):
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
 
+def _parameter(data: torch.Tensor, requires_grad: bool = False, **attributes: Any) -> torch.nn.Parameter:
+    """What a Parameter's constructor makes of data, with the attributes of the one whose place it takes."""
+    storage_format = attributes.get("format")
+    if isinstance(storage_format, Format) and not isinstance(data, QuantWeight) and not data.is_meta:
+        data = QuantWeight.from_weight(data, storage_format)
+    parameter = torch.nn.Parameter(data, requires_grad=requires_grad and not isinstance(data, QuantWeight))
+    for name in attributes.keys() - _OWN:
+        setattr(parameter, name, attributes[name])
+    return parameter
+
+
 def _on(device: torch.device, branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
     return tuple(branch.to(device) for branch in branches)
 
@@ -341,11 +404,20 @@ def _has_compatible_shallow_copy_type(old: torch.Tensor, new: torch.Tensor) -> b
     return isinstance(old, QuantWeight) and isinstance(new, QuantWeight) and old.device == new.device
 
 
-@implements_function(torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+@implements_function(torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 def _detach(weight: QuantWeight, *_: Any) -> QuantWeight:
     with torch.inference_mode(False):  # torch cannot detach a wrapper in inference mode by itself
         result = QuantWeight(weight.packed, weight.format, weight.dtype)
-    result._shared = weight._shared
+    result._shared, result.lends = weight._shared, weight.lends
+    return result
+
+
+@implements_function(torch.Tensor.detach)
+def _detach_for_state_dict(weight: QuantWeight) -> QuantWeight:
+    result = _detach(weight)
+    # Nothing else tells the value of a state dict, which its dictionary keeps alive, from a handle that is gone before
+    # a pointer to its memory is used. The frames above are that of __torch_function__ and that of the caller.
+    result.lends |= sys._getframe(2).f_code is torch.nn.Module._save_to_state_dict.__code__
     return result
 
 
@@ -357,7 +429,7 @@ def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(target, value)  # type: ignore[attr-defined]  # takes over shape, dtype and device
     target.qdata, target.scale, target.format = value.qdata, value.scale, value.format
-    target._shared = value._shared
+    target._shared, target._lent = value._shared, None
 
 
 _aten = torch.ops.aten
