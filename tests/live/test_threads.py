@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import shutil
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from live.client import ApiError, Client, Picture
+from live.client import Client, Picture
 from live.webui import EMBEDDED, WebUI
 
 CLIENTS, JOBS, RELOADS, BESIDE = 10, int(__import__("os").environ.get("JOBS", 20)), 4, 4

@@ -194,7 +194,7 @@ class Host:
     # What is true
 
     def fingerprint(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Kind, dtype and every bit of all parameters and buffers, by names that do not depend on the hijack."""
+        """Kind, dtype, bits and number of branches of all parameters and buffers, by names as before the hijack."""
         return {name.replace("wrapped.", ""): _raw(tensor) for name, tensor in all_tensors(model or self.model).items()}
 
     def quantized(self, model: nn.Module | None = None) -> list[str]:
@@ -227,5 +227,5 @@ class Host:
 def _raw(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, QuantWeight):
         scale = None if tensor.scale is None else to_numpy(tensor.scale).tobytes()
-        return tensor.format.name, str(tensor.dtype), bits(tensor.qdata).tobytes(), scale
+        return tensor.format.name, str(tensor.dtype), bits(tensor.qdata).tobytes(), scale, len(tensor.branches)
     return "plain", str(tensor.dtype), np.ascontiguousarray(to_numpy(tensor)).tobytes()

@@ -101,6 +101,7 @@ class Nets:
 
 def assert_rounded_once(weight, exact):
     if isinstance(weight, QuantWeight):
+        assert weight.branches == ()
         name = weight.format.name
         assert_packed_like(weight.qdata, weight.scale, reference_pack(exact.float(), name), name)
     else:

@@ -1,6 +1,6 @@
-"""Others write into layers that networks were, or are, merged into: it is not taken for what was there before.
+"""Others write into layers that networks are, or were, merged into: nothing of theirs is taken for what was there.
 
-What a layer must hold is what they wrote, packed by the reference where it is in 8 bits, plus networks in float64.
+What a layer must hold is what they wrote, packed by the reference if it is in 8 bits, plus networks in float64.
 """
 
 from __future__ import annotations
@@ -370,6 +370,17 @@ def test_an_interrupted_write_is_not_taken_for_that_of_another(newest, nets, mon
     newest.start(**ON)
     a, b = nets.make("a"), nets.make("b")
     newest.run_networks(a)
+    broken = break_off(newest, monkeypatch, b)
+    newest.run_networks(b)
+    nets.assert_merged(b)
+    assert break_off(newest, monkeypatch, a) == broken
+    base = write(newest, broken, load)
+    newest.run_networks(a)
+    assert_acts(newest, nets, broken, base, a)
+
+
+def break_off(host, monkeypatch, net):
+    """Let bringing a network in break off after it was packed into a layer; the name of that layer."""
     store = QuantWeight.store_
 
     def breaking(*args):
@@ -379,17 +390,20 @@ def test_an_interrupted_write_is_not_taken_for_that_of_another(newest, nets, mon
     with monkeypatch.context() as failing:
         failing.setattr(QuantWeight, "store_", breaking)
         with pytest.raises(MemoryError):
-            newest.run_networks(b)
-    newest.run_networks(b)
-    nets.assert_merged(b)
-    with monkeypatch.context() as failing:
-        failing.setattr(QuantWeight, "store_", breaking)
-        with pytest.raises(MemoryError):
-            newest.run_networks(a)
-    broken = next(name for name in IN_8_BITS if not newest.layers[name].fp8_networks.is_whole)
-    base = write(newest, broken, load)
+            host.run_networks(net)
+    return next(name for name in IN_8_BITS if not host.layers[name].fp8_networks.is_whole)
+
+
+def test_a_file_that_was_trusted_is_not_compared_again(newest, nets, monkeypatch):
+    """While it is held, and the layer is as it was: comparing waits for the device."""
+    newest.checkpoint()
+    newest.start(**ON)
+    a, b = nets.make("a", IN_8_BITS), nets.make("b", IN_8_BITS)
     newest.run_networks(a)
-    assert_acts(newest, nets, broken, base, a)
+    monkeypatch.setattr(QuantWeight, "same_bits", lambda *_: pytest.fail("compared"))
+    for used in ([b], [], [a], []):
+        newest.run_networks(*used)
+        nets.assert_merged(*used, layers=IN_8_BITS)
 
 
 def test_asking_costs_nothing_while_nothing_changes(newest, nets, monkeypatch):
