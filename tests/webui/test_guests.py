@@ -23,7 +23,7 @@ from helpers import (
 )
 
 from lib_fp8 import DEFAULT_KEEP, QuantWeight, qweight
-from webui.nets import BLOCK, TO_Q, coarse
+from webui.nets import BLOCK, TO_Q, coarse, need_format_of_the_webui
 
 ON = {"fp8_storage": "Enable"}
 ALL = {**ON, "fp8_control_models": True}
@@ -211,7 +211,7 @@ class TestMotionModules:
         for option in (False, True):
             host.set(**ON, fp8_motion_modules=option)
             errors.append((animatediff.job() - plain).norm() / plain.norm())
-        assert 0 < errors[1] < 2 * errors[0] < 0.2
+        assert 0 < errors[1] < 3 * errors[0] < 0.3
 
     def test_another_one(self, moving):
         made = {name: moving.job(name) for name in ("first", "second")}
@@ -837,6 +837,7 @@ class TestControlModels:
 
     def test_one_that_builds_its_models_otherwise_keeps_them(self, controlled, monkeypatch):
         host, script = controlled.host, controlled.script
+        need_format_of_the_webui(host)
         sys.modules["lib_fp8.webui"].uninstall()
         build = script.build_model_by_guess
         monkeypatch.delattr(script, "build_model_by_guess")
@@ -891,8 +892,7 @@ def test_both_at_once(newest):
 
 
 def test_without_the_other_extensions(host):
-    if host.minor >= 8:
-        need_format("float8_e4m3fn unscaled")  # the WebUI's own conversion takes over
+    need_format_of_the_webui(host)
     host.checkpoint()
     host.start(**ALL)
     host.job()

@@ -11,7 +11,7 @@ import torch
 from helpers import FORMAT_BY_DEFAULT, decoded
 
 from lib_fp8 import QuantWeight
-from webui.nets import CLIP, IN_8_BITS, KEPT, LINEAR_AND_CONV, ON, TO_OUT, TO_Q, fine, key_of
+from webui.nets import CLIP, IN_8_BITS, INT8_ANEW, KEPT, LINEAR_AND_CONV, ON, TO_OUT, TO_Q, fine, key_of
 
 FILE, COPY, RUN_TIME = "checkpoint file", "copy in RAM", "run time"
 FROM_COPY = "Merge from copy in RAM"
@@ -111,7 +111,7 @@ def test_a_file_that_was_replaced_before_the_conversion(host, nets):
     problem = "a.safetensors does not hold the weights of 4 layers as they are in memory"
     assert host.panel.status()["lora_problem"] == problem
     assert f"LoRA added at run time in 4 layers, because {problem}." in host.panel.status_html()
-    host.set(fp8_format="int8")
+    host.set(**INT8_ANEW)
     host.run_networks(a)
     assert host.panel.status()["lora_problem"] is None, "the weights are the file's now"
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import FORMAT_BY_DEFAULT, format_in_use
 
-from webui.nets import IN_8_BITS, ON
+from webui.nets import IN_8_BITS, ON, need_format_of_the_webui
 
 PATIENCE = 20
 """Seconds until a thread that ought to end counts as hanging."""
@@ -108,7 +109,7 @@ class TestSettings:
         assert running.result.infotexts == wanted.infotexts
         host.job()
         if not override:  # else the WebUI has put back what was saved when the job began
-            assert host.format_in_use() == "float8_e5m2"
+            assert host.format_in_use() == format_in_use("float8_e5m2")
         assert host.storage.record_of(host.model).applied.policy.keep == ()
 
     def test_that_a_script_overrides_when_a_job_begins_count(self, host):
@@ -126,7 +127,8 @@ class TestSettings:
         assert "FP8 format: int8" in host.job().infotexts[0]
         host.scripts.ScriptRunner.run = real
         host.job()
-        assert host.format_in_use() == host.opts.fp8_format != "int8"
+        assert host.format_in_use() == format_in_use(host.opts.fp8_format)
+        assert host.opts.fp8_format != "int8"
 
     def test_of_a_job_are_no_others(self, sd1):
         """What another thread does while a job with overrides is running: it looks at what is saved."""
@@ -184,9 +186,9 @@ class TestWhoAsks:
     def test_between_two_jobs_is_told_what_is_true_then(self, sd1):
         for name in ("int8", "float8_e4m3fn unscaled", "int8"):
             sd1.job(fp8_format=name)
-            assert sd1.panel.status()["parts"][0]["format"] == sd1.format_in_use() == name
+            assert sd1.panel.status()["parts"][0]["format"] == sd1.format_in_use() == format_in_use(name)
         sd1.job()
-        assert sd1.panel.status()["parts"][0]["format"] == sd1.format_in_use() == sd1.opts.fp8_format
+        assert sd1.panel.status()["parts"][0]["format"] == sd1.format_in_use() == FORMAT_BY_DEFAULT
         with pytest.raises(ValueError, match="int9"):
             sd1.job(fp8_format="int9")
         assert sd1.panel.status()["parts"][0]["format"] == sd1.format_in_use()
@@ -286,6 +288,7 @@ class TestReloadUI:
         assert host.processing.process_images_inner is plain
 
     def test_that_takes_the_extension_out_waits_for_the_job(self, sd1):
+        need_format_of_the_webui(sd1)
         wanted = sd1.job().pictures
         running = Running(sd1)
         reload = threading.Thread(target=sd1.reload_ui, kwargs={"extension": False}, daemon=True)
@@ -300,6 +303,7 @@ class TestReloadUI:
         assert "fp8_format" not in sd1.opts.data_labels
 
     def test_after_the_folder_was_deleted(self, sd1, tmp_path):
+        need_format_of_the_webui(sd1)
         sd1.script_callbacks.clear_callbacks()
         sys.modules["lib_fp8.webui"].register_callbacks(tmp_path / "gone")
         sd1.script_callbacks.run("script_unloaded")
