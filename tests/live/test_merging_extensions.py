@@ -552,14 +552,30 @@ def test_mix_saved(mixer: Bench, storage, networks):
 # sd-webui-cd-tuner: multiplies weights of the first and the last layers during a job, and puts them back
 
 
-@pytest.mark.parametrize("words", ["", OUTLINE], ids=["plain", "lora"])
+TUNED = {
+    "plain": {"words": ""},
+    "lora": {"words": OUTLINE},
+    "same-layers": {"words": "<lora:shapes-full:1>"},
+    "in-8-bits": {"words": OUTLINE, "keep": ""},
+}
+"""Networks, one of them of the very layers that it changes; and these layers in 8 bits, which by default are kept."""
+
+
+@pytest.mark.parametrize("tuned", TUNED.values(), ids=TUNED)
 @pytest.mark.parametrize("storage", FORMATS)
-def test_cd_tuner(bench_with, storage, words):
+def test_cd_tuner(bench_with, storage, tuned):
     bench = bench_with("sd-webui-cd-tuner")
-    arguments = [True, 4, 2, 0, 0, 3, 2, 0, 0, 0, 0, False, -1, -1, 3, 0]
+    if "keep" in tuned:
+        bench.client.set(fp8_keep_layers=tuned["keep"])
+    arguments = [True, 4, 2, 0, 0, 3, 2]  # others change layers that the small model lacks
     position = len(bench.running.log())
-    tuned = shots(words=words, alwayson_scripts={"CD Tuner": {"args": arguments}})
-    assert_acts_alike(bench.client, storage, shots(words=words), tuned)
+    without = shots(words=tuned["words"])
+    assert_acts_alike(
+        bench.client,
+        storage,
+        without,
+        shots(words=tuned["words"], alwayson_scripts={"CD Tuner": {"args": arguments}}),
+    )
     assert_no_errors(bench.running.log()[position:])
 
 
